@@ -9,6 +9,14 @@ file, or of several joined, with 95% intervals. Looks on text: attention above .
 not the first, drawn at random among them (``text``), or the largest (``peaks``), one a passage of
 80 tokens for each head. Random weights: the model's shape, freshly initialised, W_Q and W_K scaled
 until half of the heads' largest weights are above .9.
+
+Levels of a cause (this word, a kind, any word) on whole sentences, many looks of each:
+
+    python bench/because_measure.py looks.jsonl --texts FOLDER --only sentences,random-sentences
+
+``sentences``: attention of .3 or more from the second half of a sentence at a token that is neither
+the first nor the query, drawn at random among all heads. ``random-sentences``: the same on random
+weights, W_Q and W_K times 3.6.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,10 +34,12 @@ from typing import Any
 import torch
 
 import qkscope as qk
+from foresight import load, looks_of
 from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
-from qkscope.findings.finding import Look, Reason
+from qkscope.findings.finding import NO_REASONS, Look, Reason
 from qkscope.findings.prompt_trace import reader_of
+from qkscope.findings.registry import LEVELS, relation_row
 from qkscope.heads import Head
 from qkscope.model.capture_types import Places
 from qkscope.rerun.rerun_tokens import Again
@@ -49,7 +60,11 @@ BACK = ("restored", "others", "other_run", "whole_side")
 LENGTH = 80
 ATTENDED = 0.4
 BEGUN = 20
-KINDS = ("same word", "follows", "position", "self", "key word", "query word")
+KINDS = ("same word", "follows", "position", "self", "kind", "any word", "this word")
+SENTENCE = (10, 20)
+"""Tokens of a sentence, from and to."""
+OF_SENTENCE = 12
+"""Looks of a sentence."""
 Record = dict[str, Any]
 
 
@@ -62,6 +77,7 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=64)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--passages", type=int, default=25, help="on random weights, 20 looks each")
+    parser.add_argument("--layers", type=int, help="of the random weights of sentences")
     parser.add_argument("--only", default="binding,induction,ioi,text,peaks,random")
     parser.add_argument("--say", action="store_true")
     asked = parser.parse_args()
@@ -74,7 +90,11 @@ def main() -> None:
         for seed in map(int, asked.seeds.split(",")):
             for where in asked.only.split(","):
                 start = time.time()
-                if where == "random":
+                if where in ("sentences", "random-sentences"):
+                    weights = None if where == "sentences" else seed
+                    weighted = load(asked.model, weights, asked.layers)
+                    records = sentences(weighted, asked.texts, asked.looks, seed)
+                elif where == "random":
                     records = at_random(scope, asked.texts, asked.passages, seed)
                 elif where in ("text", "peaks"):
                     records = texts(
@@ -147,6 +167,47 @@ def at_random(scope: qk.Scope, folder: Path, count: int, seed: int) -> Iterator[
             look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None
         ][:20]
         yield from records(wild, again, looks, seed, carried=4)
+
+
+def sentences(scope: qk.Scope, folder: Path, count: int, seed: int) -> Iterator[Record]:
+    """Looks of all heads within sentences, with the level of every word that was compared."""
+    draws = random.Random(seed)
+    done = 0
+    for ids in whole_sentences(scope.tokenizer, folder, draws):
+        again = Again.of(scope, ids.to(scope.device))
+        every = list(looks_of(again))
+        looks = draws.sample(every, min(OF_SENTENCE, len(every)))
+        if looks:
+            yield from levels(again, looks, seed)
+        done += len(looks)
+        if done >= count:
+            return
+
+
+def whole_sentences(tokenizer: Any, folder: Path, draws: random.Random) -> Iterator[torch.Tensor]:
+    """A short sentence of each document in turn."""
+    documents = list(read_documents([folder]))
+    draws.shuffle(documents)
+    for document in documents:
+        parts = re.split(r"(?<=[.!?])\s+", document.text.replace("\n", " "))
+        draws.shuffle(parts)
+        for part in parts:
+            ids = tokenizer(part, add_special_tokens=False).input_ids
+            if SENTENCE[0] <= len(ids) <= SENTENCE[1] and part[:1].isupper():
+                yield torch.tensor(ids)
+                break
+
+
+def levels(again: Again, looks: Sequence[Look], seed: int) -> Iterator[Record]:
+    """What is found of each look, and of each of its words."""
+    for reason in Because(again, looks, seed).reasons(follow=False):
+        look = reason.look
+        yield {
+            "head": str(look.head), "before": reason.before, "kind": reason.kind, "query": look.query,
+            "key": look.key, "matters": any(row["after"] < 0.5 * reason.before for row in reason.words),
+            "relations": [relation_row(finding) for finding in reason.findings],
+            "ids": again.ids.tolist(),
+        }  # fmt: skip
 
 
 def peaked(scope: qk.Scope, ids: torch.Tensor) -> None:
@@ -231,8 +292,55 @@ def carriers(scope: qk.Scope, because: Because, reason: Reason, seed: int) -> li
 # ---------------------------------------------------------------------- rates
 
 
+def say_levels(looks: list[Record]) -> None:
+    """Print how often each reason is shown, and the level of the key's, the query's and other words."""
+    for where in dict.fromkeys(look["where"] for look in looks):
+        own = pick(looks, where=where)
+        matter = [look for look in own if look["matters"]]
+        print(f"\n{where}: {len(own)} looks, a word matters in {len(matter)}")
+        for name, some in (("all looks", own), ("a word matters", matter)):
+            counts = Counter(look["kind"] for look in some)
+            print(f"  first reason, {name}")
+            for kind, count in counts.most_common():
+                print(f"    {kind:18s} {rate([look['kind'] == kind for look in some])} {count}")
+            reasons = [look["kind"] not in NO_REASONS for look in some]
+            print(f"    any reason         {rate(reasons)}")
+        for place in ("key", "query", "elsewhere"):
+            levels = [level for look in own for level in levels_at(look, place)]
+            print(f"  words at {place}: {len(levels)}")
+            for kind in (*LEVELS, ""):
+                print(
+                    f"    {kind or 'none of these':18s} {rate([level == kind for level in levels])}"
+                )
+
+
+def levels_at(look: Record, place: str) -> list[str]:
+    """The levels shown of the words at a place of a look; empty where none is.
+
+    Of the key's and the query's word that no screening word breaks it is not said that any word
+    does: it counts as that.
+    """
+    levels = list[str]()
+    for row in look["relations"]:
+        if row["kind"] in LEVELS and row["together"] is not None:
+            start = int(row["positions"])
+            at = (
+                "key"
+                if start == look["key"]
+                else "query"
+                if start == look["query"]
+                else "elsewhere"
+            )
+            if at == place:
+                levels.append(row["kind"] if row["verdict"] == "shown" else "")
+    return levels or ["any word"] * (place != "elsewhere")
+
+
 def say(looks: list[Record]) -> None:
     """Print the rates of every head and place, all seeds together and the range of seeds beside it."""
+    of_sentences = [look for look in looks if look["where"].endswith("sentences")]
+    say_levels(of_sentences)
+    looks = [look for look in looks if look not in of_sentences]
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for look in looks:
         groups[

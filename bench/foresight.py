@@ -6,10 +6,17 @@ attention is left. Each method gives a number for every edit; AUC says how well 
 log-loss of a logistic curve, fitted on the other half of the looks, how well it foresees them.
 
     python bench/foresight.py --looks 40 --out rows.jsonl [--model MODEL] [--random SEED]
-    python bench/foresight.py --say rows.jsonl [--beside older.jsonl]
+    python bench/foresight.py --looks 40 --out rows.jsonl --beside older.jsonl
+    python bench/foresight.py --say rows.jsonl
 
-*finding*: what is left, by the finding alone, with the words of an edit replaced (their product; 1
-where the table is silent). *gradient*: of log attention, times the change of the embedding.
+``--beside`` takes rows that older code measured on the same looks: its edits, what they leave and
+the gradients are not run again, and its finding stands beside the new one as *older*.
+
+*finding*: what is left, by the finding alone, with the words of an edit replaced: the mean over
+the words that were tried in a place, those near the new word in the input embedding counted most
+(`NEARNESS`); where none were tried, what random words leave; 1 where the table is silent; the
+product over the words of an edit. *mean*: the same, all words counted alike. *gradient*: of log
+attention, times the change of the embedding.
 *integrated*: integrated gradients of log attention from the mean embedding, summed over the words
 of an edit. *place*: attention, and whether the key or the query is edited. *nothing*: the share
 that breaks.
@@ -24,6 +31,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +49,7 @@ from qkscope.heads import Head
 from qkscope.rerun.alternatives import Lexicon, lexicon_of
 from qkscope.rerun.rerun_tokens import Again
 from qkscope_papers.models import random_weights
-from wordnet import FEWEST, WordNet
+from wordnet import FEWEST, FOLDER, WordNet
 
 DATA = json.loads((Path(__file__).parent / "edits.json").read_text("utf-8"))
 ATTENDED = 0.3
@@ -50,6 +58,10 @@ STEPS = 8  # of integrated gradients
 SAME, OTHER, ANY = 3, 2, 2  # edits of a word
 PAIRS, CLAUSES = 12, 4  # edits of a look
 DRAWS = 400  # of the bootstrap
+NEARNESS = 0.1
+"""Cosine by which a tried word that is nearer to the new one counts e times as much."""
+MIXED = (0.15, 0.85)
+"""Share of the tried words that keep a look, of *mixed* words, from and to."""
 PEAK = 3.6  # W_Q and W_K of random weights, so much larger
 Row = dict[str, Any]
 
@@ -86,13 +98,16 @@ class Writer:
     lexicon : the tokens of a model.
     tokenizer : of the model.
     seed : of what is drawn.
+    wordnet : folder of its files.
     """
 
-    def __init__(self, lexicon: Lexicon, tokenizer: Any, seed: int = 0) -> None:
+    def __init__(
+        self, lexicon: Lexicon, tokenizer: Any, seed: int = 0, wordnet: Path = FOLDER
+    ) -> None:
         self.texts = lexicon.texts
         self.tokenizer = tokenizer
         self.draws = random.Random(seed)
-        self.wordnet = WordNet()
+        self.wordnet = WordNet(wordnet)
         self.functions = {
             word: f"f:{name}"
             for name, words in DATA["function_words"].items()
@@ -231,49 +246,117 @@ def gradients(scope: qk.Scope, ids: Tensor, look: Look) -> tuple[Tensor, Tensor]
 # ---------------------------------------------------------------------- what is foreseen
 
 
-def by_finding(reason: Reason, edit: Edit) -> float:
-    """What is left by the table of words and the reason alone."""
-    shares = {row["position"]: row["after"] / reason.before for row in reason.words}
-    left = 1.0
-    for place in edit.touched:
-        left *= min(shares.get(place, 1.0), 1.0)
-    position = reason.first("position")
-    is_between = reason.look.key < edit.inserted <= reason.look.query
-    if is_between and position is not None and position.alone is not None and position.is_shown:
-        left *= min(position.alone, 1.0)
-    return left
+class Foretold:
+    """What the finding of one look says of edits.
+
+    Parameters
+    ----------
+    lexicon : the tokens of the model.
+    weight : its input embedding.
+    reason : the finding.
+    """
+
+    def __init__(self, lexicon: Lexicon, weight: Tensor, reason: Reason) -> None:
+        self.reason = reason
+        self.weight = weight
+        self.centre = weight[: lexicon.size].mean(0)
+        self.shares = {row["position"]: row["after"] / reason.before for row in reason.words}
+        self.tried = defaultdict[int, dict[int, float]](dict)
+        for row in reason.replaced:
+            token = lexicon.by_text.get(row["word"])
+            if token is not None:
+                self.tried[row["position"]][token] = row["left"]
+
+    def left(self, edit: Edit, nearness: float | None) -> float:
+        """The share of the look that is left; ``nearness`` as in `NEARNESS`, None for the mean."""
+        left = 1.0
+        has_same_length = edit.inserted < 0 and len(edit.touched) <= 2
+        for place in edit.touched:
+            new = int(edit.ids[place]) if has_same_length and nearness else None
+            left *= min(self._of_word(place, new, nearness or 1.0), 1.0)
+        position = self.reason.first("position")
+        is_between = self.reason.look.key < edit.inserted <= self.reason.look.query
+        if is_between and position is not None and position.alone is not None and position.is_shown:
+            left *= min(position.alone, 1.0)
+        return left
+
+    def _of_word(self, place: int, new: int | None, nearness: float) -> float:
+        tried = self.tried.get(place)
+        if not tried:
+            return self.shares.get(place, 1.0)
+        left = torch.tensor([*tried.values()]).clamp(max=1.0)
+        if new is None:
+            return float(left.mean())
+        rows = self.weight[[*tried]] - self.centre
+        cosine = torch.cosine_similarity(rows, (self.weight[new] - self.centre)[None])
+        return float((cosine / nearness).softmax(0) @ left)
+
+    def keeps(self, edit: Edit) -> float | None:
+        """The share of the words tried in the one place of an edit that keep the look."""
+        if len(edit.touched) != 1 or edit.touched[0] not in self.tried:
+            return None
+        left = [*self.tried[edit.touched[0]].values()]
+        return sum(value >= BROKEN for value in left) / len(left)
 
 
-def measure(scope: qk.Scope, looks: int, seed: int) -> Iterator[Row]:
-    """A row for every edit of some looks."""
+def measure(
+    scope: qk.Scope, looks: int, seed: int, older: Sequence[Row] = (), wordnet: Path = FOLDER
+) -> Iterator[Row]:
+    """A row for every edit of some looks.
+
+    Parameters
+    ----------
+    scope : the model.
+    looks : how many.
+    seed : of what is drawn.
+    older : rows of the same looks, whose measured numbers are taken over.
+    wordnet : folder of its files.
+    """
     lexicon = lexicon_of(scope)
-    writer = Writer(lexicon, scope.tokenizer, seed)
+    writer = Writer(lexicon, scope.tokenizer, seed, wordnet)
     weight = scope.model.get_input_embeddings().weight.detach().float()
     runs = {row["text"]: _run(scope, row["text"]) for row in DATA["sentences"]}
-    candidates = [(text, look) for text, again in runs.items() for look in _looks(again)]
+    candidates = [(text, look) for text, again in runs.items() for look in looks_of(again)]
     writer.draws.shuffle(candidates)
     for number, (text, look) in enumerate(candidates[:looks]):
         again = runs[text]
         ids = again.ids.cpu()
         edits = writer.edits(ids, text, look.query, look.key)
+        known = [row for row in older if row["look"] == number]
+        measured = known or list(_measured(scope, again, look, edits, weight))
         reason = Because(again, [look], 0).reasons()[0]
-        gradient, integrated = gradients(scope, ids, look)
-        left = left_after(again, look, reason.before, edits)
-        for edit, share in zip(edits, left, strict=True):
-            slope = 0.0
-            if edit.inserted < 0 and len(edit.ids) == len(ids):
-                places = list(edit.touched)
-                change = weight[edit.ids[places]] - weight[ids[places]]
-                slope = float((gradient[places] * change).sum())
+        foretold = Foretold(lexicon, weight, reason)
+        for edit, row in zip(edits, measured, strict=True):
+            new = [lexicon.text(int(edit.ids[i])) for i in edit.touched if i < len(edit.ids)]
+            if known and (row["new"], row["text"], row["head"]) != (new, text, str(look.head)):
+                raise SystemExit(f"the rows of look {number} are of other edits: leave them out.")
             yield {
                 "look": number, "head": str(look.head), "text": text, "query": look.query, "key": look.key,
-                "reason": reason.kind, "kind": edit.kind, "touched": edit.touched,
-                "new": [lexicon.text(int(edit.ids[i])) for i in edit.touched if i < len(edit.ids)],
+                "reason": reason.kind, "kind": edit.kind, "touched": edit.touched, "new": new,
                 "attention": reason.before, "at_key": look.key in edit.touched,
-                "at_query": look.query in edit.touched, "left": share, "gradient": slope,
-                "finding": by_finding(reason, edit),
-                "integrated": -float(integrated[list(edit.touched)].sum()),
+                "at_query": look.query in edit.touched, "left": row["left"],
+                "gradient": row["gradient"], "integrated": row["integrated"],
+                "finding": foretold.left(edit, NEARNESS), "mean": foretold.left(edit, None),
+                "keeps": foretold.keeps(edit), "older": row.get("finding"),
             }  # fmt: skip
+
+
+def _measured(
+    scope: qk.Scope, again: Again, look: Look, edits: Sequence[Edit], weight: Tensor
+) -> Iterator[Row]:
+    """What each edit leaves, and its gradients."""
+    ids = again.ids.cpu()
+    before = float(again.attention([(look.head, look.query)])[0, look.key])
+    gradient, integrated = gradients(scope, ids, look)
+    left = left_after(again, look, before, edits)
+    for edit, share in zip(edits, left, strict=True):
+        slope = 0.0
+        if edit.inserted < 0 and len(edit.ids) == len(ids):
+            places = list(edit.touched)
+            change = weight[edit.ids[places]] - weight[ids[places]]
+            slope = float((gradient[places] * change).sum())
+        total = -float(integrated[list(edit.touched)].sum())
+        yield {"left": share, "gradient": slope, "integrated": total}
 
 
 def _run(scope: qk.Scope, text: str) -> Again:
@@ -281,7 +364,7 @@ def _run(scope: qk.Scope, text: str) -> Again:
     return Again.of(scope, ids.to(scope.device))
 
 
-def _looks(again: Again) -> Iterator[Look]:
+def looks_of(again: Again) -> Iterator[Look]:
     """Looks of the second half of a prompt, at a token that is neither the first nor the query."""
     rows = {layer: call.attention(range(call.q.shape[1])) for layer, call in again.calls.items()}
     for query in range(len(again.ids) // 2, len(again.ids)):
@@ -300,6 +383,8 @@ FEATURES: dict[str, Callable[[Row], list[float]]] = {
     "gradient": lambda row: [float(np.clip(row["gradient"], -5, 5))],
     "integrated": lambda row: [float(np.clip(row["integrated"], -5, 5))],
     "finding": lambda row: [row["finding"]],
+    "mean": lambda row: [row.get("mean", row["finding"])],
+    "older": lambda row: [row.get("older") or 0.0],
     "finding, place": lambda row: [row["finding"], *FEATURES["place"](row)],
 }
 RANKS: dict[str, Callable[[Row], float]] = {
@@ -307,6 +392,8 @@ RANKS: dict[str, Callable[[Row], float]] = {
     "gradient": lambda row: row["gradient"],
     "integrated": lambda row: row["integrated"],
     "finding": lambda row: row["finding"],
+    "mean": lambda row: row.get("mean", row["finding"]),
+    "older": lambda row: row.get("older") or 0.0,
 }
 
 
@@ -375,6 +462,9 @@ GROUPS: dict[str, Callable[[Row], bool]] = {
     "at the key": lambda row: row["at_key"],
     "at the query": lambda row: row["at_query"],
     "elsewhere": lambda row: not row["at_key"] and not row["at_query"],
+    "mixed words": lambda row: MIXED[0] <= (row.get("keeps") or 0.0) <= MIXED[1],
+    "mixed, at the key": lambda row: GROUPS["mixed words"](row) and row["at_key"],
+    "mixed, at the query": lambda row: GROUPS["mixed words"](row) and row["at_query"],
     "class": lambda row: row["kind"] == "class",
     "kind": lambda row: row["kind"] == "kind",
     "other class": lambda row: row["kind"] == "other class",
@@ -405,6 +495,9 @@ def say(rows: Sequence[Row]) -> None:
         print(f"AUC {name}: {_auc_of(rows, name):.3f} [{low:.3f}, {high:.3f}]")
     low, high = interval(rows, lambda some: _auc_of(some, "finding") - _auc_of(some, "integrated"))
     print(f"finding less integrated gradients: [{low:.3f}, {high:.3f}]")
+    if rows[0].get("older") is not None:
+        low, high = interval(rows, lambda some: _auc_of(some, "finding") - _auc_of(some, "older"))
+        print(f"finding less older finding: [{low:.3f}, {high:.3f}]")
     for name, features in FEATURES.items():
         print(f"log-loss {name}: {log_loss(rows, features):.3f}")
 
@@ -422,12 +515,15 @@ def _auc_of(rows: Sequence[Row], name: str) -> float:
 # ---------------------------------------------------------------------- the command
 
 
-def load(model: str, seed: int | None) -> qk.Scope:
-    """A model, or random weights of its shape with peaked attention."""
+def load(model: str, seed: int | None, layers: int | None = None) -> qk.Scope:
+    """A model, or random weights of its shape with peaked attention; with fewer layers, if asked."""
     scope = qk.Scope.load(model)
     if seed is None:
         return scope
-    wild = random_weights(scope.model.config, scope.tokenizer, scope.device, seed)
+    config = deepcopy(scope.model.config)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    wild = random_weights(config, scope.tokenizer, scope.device, seed)
     with torch.no_grad():
         for name, weight in wild.model.named_parameters():
             if weight.ndim > 1 and "embed" not in name:
@@ -446,6 +542,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--random", type=int, help="random weights of this seed")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--beside", type=Path, help="rows that older code measured")
+    parser.add_argument("--wordnet", type=Path, default=FOLDER)
     parser.add_argument("--say", type=Path, nargs="*")
     asked = parser.parse_args()
     if asked.say:
@@ -454,7 +552,9 @@ def main() -> None:
         return
     start = time.time()
     rows = list[Mapping[str, Any]]()
-    for row in measure(load(asked.model, asked.random), asked.looks, asked.seed):
+    older = [json.loads(line) for line in asked.beside.open()] if asked.beside else []
+    scope = load(asked.model, asked.random)
+    for row in measure(scope, asked.looks, asked.seed, older, asked.wordnet):
         if not rows or rows[-1]["look"] != row["look"]:
             print(f"look {row['look']}, {time.time() - start:.0f} s", flush=True)
         rows.append(row)

@@ -17,17 +17,20 @@ import json
 import math
 import re
 import shutil
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from qkscope.results.claims import REASONS, Claim
+from qkscope.results.claims import NEEDS_DEFAULT, REASONS, Claim
 from qkscope_papers.lee2026.language import EMBEDDED, SECOND
 from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of, marked
 from qkscope_papers.reports import BENCH_REPORTS, LEDGER, REPORTS, ROOT, number_cell, put, text_cell
 from qkscope_papers.tables import over_runs
 
+CHANGED = REPORTS / "changed-rules.txt"
 SOURCES = ("stated", "implied", "ours")
 # how a claim is counted: what stands after "open" is not decided, or says little
 SORTS = {
@@ -87,6 +90,7 @@ def results(folders: list[Path], hardware: str) -> None:
     LEDGER.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     for page, name, text in results_pages(known):
         put(page, name, text)
+    CHANGED.write_text(changed_rules(known))
 
 
 def _over_seeds(row: dict[str, Any], runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -105,19 +109,19 @@ def _over_seeds(row: dict[str, Any], runs: list[list[dict[str, Any]]]) -> dict[s
     )
 
 
+def claim_key(row: dict[str, Any]) -> str:
+    """A claim without what presets and models change: numbers, and names of heads."""
+    without = re.sub(r"L\d+H\d+", "#", row["claim"])
+    return re.sub(r"[\d.,]+|(mean over|median of)( the| key)? heads", "#", without)
+
+
 def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[str, str]) -> None:
     """Rows of a smaller preset among those of a larger one: what is new, and intervals that were
     missing.
     """
-
-    def key(row: dict[str, Any]) -> str:
-        return re.sub(
-            r"[\d.,]+|(mean over|median of)( the| key)? heads", "#", row["claim"]
-        )  # what presets change
-
-    places = {key(row): i for i, row in enumerate(rows)}
+    places = {claim_key(row): i for i, row in enumerate(rows)}
     for row in new:
-        place = places.get(key(row))
+        place = places.get(claim_key(row))
         if place is None:
             rows.append(row | {"made": made_by})
         elif Claim.from_json(row).decided and (
@@ -209,92 +213,167 @@ def _tally(sorts: Sequence[str]) -> str:
 
 def _sort(row: dict[str, Any]) -> str:
     """One of `SORTS`."""
-    claim = Claim.from_json(row)
-    if claim.lenient.startswith("no such head"):
+    if row["lenient"].startswith("no such head"):
         return "no such head"
-    if not claim.decided:
+    if not row["exact"] and None in (row["low"], row["high"]):
         return "open"
-    return "lenient" if claim.lenient and claim.holds else claim.verdict
+    return "lenient" if row["lenient"] and row["holds"] else _word(row)
 
 
 def _reasons(known: dict[str, Any]) -> list[str]:
     """Why claims that papers state or imply fail."""
+    shown = [reason for reason in REASONS if reason != NEEDS_DEFAULT]  # of smoke alone
     lines = [
-        f"| {' | '.join(['stated or implied, and failing', *REASONS])} |",
-        "| --- |" + " ---: |" * len(REASONS),
+        f"| {' | '.join(['stated or implied, and failing', *shown])} |",
+        "| --- |" + " ---: |" * len(shown),
     ]
     for whose, own in _own(known).items():
         rows = [
             claim for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"
         ]
         reasons = [claim["reason"] for claim in rows if _sort(claim) == "fails"]
-        lines.append(
-            f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in REASONS)} |"
-        )
+        lines.append(f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in shown)} |")
     return lines
 
 
 def _source(claim: dict[str, Any]) -> str:
-    return Claim.from_json(claim).source
+    return str(claim["source"])
 
 
 def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
-    """Every figure with its claims, a line each; then the rules that were changed, once."""
+    """Every figure with its claims, a line each; then the runs."""
+    own = {name: entry for name, entry in known.items() if name.startswith(f"{paper}/")}
+    runs = {run: f"R{i}" for i, run in enumerate(_runs_of(own), start=1)}
     lines = list[str]()
-    changed = dict[str, set[str]]()
     for figure, experiment in figures_of(paper).items():
         entries = {
             name: entry
-            for name, entry in known.items()
+            for name, entry in own.items()
             if name.partition("@")[0] == f"{paper}/{figure}"
         }
         lines += [f"## {figure}: {text_cell(experiment.title)}", ""]
         if not entries:
             lines += [f"Not run yet: `qkscope reproduce {paper} {figure}`.", ""]
-        for name, entry in entries.items():
-            lines += _figure_lines(name, entry)
-            for claim in entry["claims"]:
-                if claim.get("changed"):
-                    changed.setdefault(claim["changed"], set()).add(figure)
-    if changed:
-        lines += ["## Rules that were changed after a run", ""]
-        lines += [
-            f"- {', '.join(sorted(figures))}: {text_cell(text)}"
-            for text, figures in changed.items()
-        ]
+        else:
+            lines += _figure_lines(entries, runs)
+    lines += ["## Runs", ""]
+    lines += [
+        f"- {name}: `{run.command}` ({run.hardware}, {run.date})" for run, name in runs.items()
+    ]
     return lines
 
 
-def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
-    """One run of a figure: its command, its claims, its picture."""
+class Run(NamedTuple):
+    """Where numbers come from."""
+
+    command: str
+    hardware: str
+    date: str
+
+
+def _run_of(made: dict[str, Any]) -> Run:
+    return Run(made["command"], made["hardware"], made["date"])
+
+
+def _runs_of(entries: dict[str, Any]) -> list[Run]:
+    """Every run once: of figures, and of claims that were added to them."""
+    found = [_run_of(entry) for entry in entries.values()]
+    found += [
+        _run_of(claim["made"])
+        for entry in entries.values()
+        for claim in entry["claims"]
+        if "made" in claim
+    ]
+    return list(dict.fromkeys(found))
+
+
+def changed_rules(known: dict[str, Any]) -> str:
+    """Rules that were changed after a run, each once with the figures that have it."""
+    figures = dict[str, set[str]]()
+    for name, entry in known.items():
+        for claim in entry["claims"]:
+            if claim.get("changed"):
+                figures.setdefault(claim["changed"], set()).add(name.partition("@")[0])
+    lines = [f"{', '.join(sorted(own))}: {text}" for text, own in figures.items()]
+    return "\n".join(["Rules that were changed after a run had been seen.", "", *sorted(lines), ""])
+
+
+def _figure_lines(entries: dict[str, Any], runs: dict[Run, str]) -> list[str]:
+    """A figure: where it was run, its claims, each with its trials on other models, its picture."""
+    first = next(iter(entries))
+    lines = ["; ".join(_made(name, entry, runs) for name, entry in entries.items()) + ".", ""]
+    trials = dict[str, dict[str, dict[str, Any]]]()
+    for name, entry in entries.items():
+        for claim in entry["claims"]:
+            key = f"{claim_key(claim)} {claim['rule']}"  # a trial by an older rule is another row
+            trials.setdefault(key, {})[name] = claim
+    if trials:
+        lines += ["| claim | ours | rule | verdict |", "| --- | --- | --- | --- |"]
+        said = set[str]()
+        lines += [_claim_line(own, runs, said) for own in trials.values()]
+        lines.append("")
+    if entries[first]["picture"]:
+        lines += [f"![{first}](figures/{first}.png)", ""]
+    return lines
+
+
+def _made(name: str, entry: dict[str, Any], runs: dict[Run, str]) -> str:
+    """Which run a figure is of, on which model."""
+    where = entry["model"] or "toys"
     other = name.partition("@")[2]
-    where = f"{entry['model']}, " if entry["model"] else ""
-    lines = [f"### On {other}", ""] if other else []
-    made = f"({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)"
-    lines += [f"`{entry['command']}` {made}", ""]
-    if entry["claims"]:
-        lines += [
-            "| claim | where | ours | control | rule | verdict |",
-            "| --- | --- | ---: | ---: | --- | --- |",
-            *(_claim_line(claim) for claim in entry["claims"]),
-            "",
-        ]
-    for other_run in {tuple(c["made"].values()) for c in entry["claims"] if "made" in c}:
-        lines += ["† `{}` ({}, {}, preset {})".format(*other_run), ""]
-    return [*lines, f"![{name}](figures/{name}.png)", ""] if entry["picture"] else lines
+    beside = f" ({other})" if other and other != entry["model"] else ""
+    return f"{where}{beside}: {runs[_run_of(entry)]}, {entry['seconds']:.3g} s"
 
 
-def _claim_line(claim: dict[str, Any]) -> str:
-    """A row: the claim, where the paper makes it, the numbers, the rule and its verdict."""
+def _claim_line(trials: dict[str, dict[str, Any]], runs: dict[Run, str], said: set[str]) -> str:
+    """A row: the claim and where the paper makes it, the numbers, the rule and its verdict.
+
+    A claim that was tried on other models is one row. ``said``: causes that stand in the table.
+    """
+    name, claim = next(iter(trials.items()))
+    measured = [f"{_on(other)}{_measured(again, runs)}" for other, again in trials.items()]
+    verdicts = [f"{_on(name)}{_verdict(claim, said)}"]
+    said |= {claim["why"], claim["lenient"]}
+    for other, again in list(trials.items())[1:]:
+        verdicts.append(f"{_on(other)}{_verdict(again, {again['why'], again['lenient']})}")
     cells = [
-        text_cell(claim["claim"]),
-        text_cell(_place(claim["paper"])),
-        _measured(claim),
-        number_cell(claim["control"]),
+        f"{text_cell(claim['claim'])} ({text_cell(_place(claim['paper']))})",
+        "; ".join(measured),
         f"`{claim['rule']}`",
-        _verdict(claim),
+        "; ".join(verdicts) + _settled(trials),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _on(name: str) -> str:
+    """Which other model or prompts a trial is of.
+
+    >>> _on("lee2026/fig6@gemma3-270m"), _on("lee2026/fig6")
+    ('gemma3-270m: ', '')
+    """
+    other = name.partition("@")[2]
+    return f"{other}: " if other else ""
+
+
+def _settled(trials: dict[str, dict[str, Any]]) -> str:
+    """What would settle a claim of the paper's that fails, or has no head to be tried on."""
+    failing = [
+        (name.partition("@")[0], claim["claim"])
+        for name, claim in trials.items()
+        if _sort(claim) in ("fails", "no such head") and _source(claim) != "ours"
+    ]
+    for figure, text in failing:
+        for each in settlers():
+            if figure in each["figures"] and each["claim"] in text:
+                return f" Settles it: {each['settles']}"
+    return ""
+
+
+@cache
+def settlers() -> list[dict[str, Any]]:
+    """What would settle claims that fail, by figure and part of the claim."""
+    with Path(__file__).with_name("settles.toml").open("rb") as file:
+        return list(tomllib.load(file)["settle"])
 
 
 def _place(paper: str) -> str:
@@ -306,7 +385,8 @@ def _place(paper: str) -> str:
     return paper.partition(": ")[0] if paper else "ours"
 
 
-def _verdict(claim: dict[str, Any]) -> str:
+def _verdict(claim: dict[str, Any], said: set[str]) -> str:
+    """A word, and why, unless a row before said so."""
     sort = _sort(claim)
     word = _word(claim)
     if sort == "open":
@@ -316,22 +396,42 @@ def _verdict(claim: dict[str, Any]) -> str:
             else "open: not run here"
         )
     if sort in ("lenient", "no such head"):
-        return f"*{word}*, {text_cell(claim['lenient'] if sort != 'lenient' else 'lenient: ' + claim['lenient'])}"
+        why = claim["lenient"].removeprefix("no such head: ")
+        return f"*{sort}*" if claim["lenient"] in said else f"*{sort}*: {text_cell(why)}"
     if sort != "fails":
         return word
-    cause = ": ".join(filter(None, (claim["reason"], claim["why"])))
+    why = "" if claim["why"] in said else claim["why"]
+    cause = ": ".join(filter(None, (claim["reason"], why)))
     return f"**fails**, {text_cell(cause)}"
 
 
 def _word(claim: dict[str, Any]) -> str:
-    return Claim.from_json(claim).verdict
+    return {True: "holds", None: "tie", False: "fails"}[claim["holds"]]
 
 
-def _measured(claim: dict[str, Any]) -> str:
-    """The number, and its interval where there is one."""
-    ends = [number_cell(claim.get(end)) for end in ("low", "high")]
-    beside = f" [{ends[0]}, {ends[1]}]" if all(ends) else ", exact" if claim.get("exact") else ""
-    return number_cell(claim["ours"]) + beside + (" †" if "made" in claim else "")
+def _measured(claim: dict[str, Any], runs: dict[Run, str]) -> str:
+    """The number, its interval and its control, and its own run where it has one.
+
+    An interval that says nothing is named: one without width, as of runs that are all alike.
+    """
+    low, high = claim.get("low"), claim.get("high")
+    number = short_number(claim["ours"]) or "none"
+    if claim.get("exact"):
+        number += ", exact"
+    elif low is not None and high is not None:
+        number += " (all alike)" if low == high else f" [{short_number(low)}…{short_number(high)}]"
+    if claim["control"] is not None:
+        number += f" against {short_number(claim['control'])}"
+    return number + (f" ({runs[_run_of(claim['made'])]})" if "made" in claim else "")
+
+
+def short_number(value: float | None) -> str:
+    """Three digits.
+
+    >>> short_number(0.94444), short_number(-1.5e-05)
+    ('0.944', '−1.5e−05')
+    """
+    return "" if value is None else f"{value:.3g}".replace("-", "−")
 
 
 if __name__ == "__main__":

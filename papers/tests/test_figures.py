@@ -195,11 +195,7 @@ def test_figures_share_their_toys_their_columns_are_defined_and_figure_23_has_co
     last = [row["on_last"] for row in untrained if row["surplus"]]
     assert fitting.control == pytest.approx(sum(own) / len(own))
     assert on_last.control == pytest.approx(sum(last) / len(last))
-    page = (
-        (Path(__file__).parents[1] / "docs" / "results-franco2026.md")
-        .read_text()
-        .partition("## Columns")[2]
-    )
+    page = (Path(__file__).parents[1] / "docs" / "columns.txt").read_text()
     named = set(re.findall(r"`([a-z_0-9]+)`", page)) | {f"band_{i}" for i in range(5)}
     ends = re.compile(r"_(sd|untrained|low|high)$")
     for result in toys.values():
@@ -218,7 +214,7 @@ def test_figures_of_training_run_on_a_nano_by_default(swept):
     assert claims[
         "Sparsity falls over training (change of its mean over the circuit; control: at heads outside)"
     ]
-    assert {claim.reason for claim in claims.values()} == {"not run here"}, "smoke decides nothing"
+    assert {claim.reason for claim in claims.values()} == {"needs default"}, "smoke decides nothing"
     units = swept["fig7b"].tables["heads"]
     for when in ("over training", "at the end"):
         inside, outside = (

@@ -51,6 +51,9 @@ def test_heads_are_chosen_by_what_their_task_asks_and_the_best_stand_in():
     assert ([str(head) for head in capped.heads], capped.reached) == (["L2H1"], 2)
     row = found.row(Head(2, 1))
     assert row["row_low"] < row["row_accuracy"] < row["row_high"]
+    passing = found.share_that_pass()
+    assert passing.mean == 3 / 9  # with the first layer's, which is not looked into
+    assert passing.low == 2 / 9 < passing.mean < passing.high, "two of them are certain"
     by_ratio = choose_heads(RANKING, "filter", 9)
     assert {str(head) for head in by_ratio.heads} == {"L2H0", "L2H1", "L2H2"}
     assert (

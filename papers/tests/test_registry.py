@@ -83,3 +83,14 @@ def test_a_run_that_is_stopped_shows_and_keeps_what_is_done(quick, tmp_path, qks
     STOP.clear()
     code, out, _ = qkscope(*command)
     assert (code, RUN, "fig2 stands" in out) == (0, ["fig2", "fig3", "fig4"], True)
+
+
+def test_what_smoke_is_too_short_for_needs_the_default(tmp_path):
+    short = Claim("it is learned", "", 0.2, None, "ours > 0.5", low=0.1, high=0.3)
+    claims = {
+        preset: Settings(preset, tmp_path, paper="lee2026", figure="fig1")
+        .result("", {}, [short])
+        .claims
+        for preset in ("smoke", "default")
+    }
+    assert [claims[preset][0].verdict for preset in claims] == ["needs default", "fails"]

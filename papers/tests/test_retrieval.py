@@ -9,6 +9,7 @@ import torch
 
 from qkscope.seeds import draw_signs
 from qkscope_papers.lee2026.interactions import off_asymmetry, rotate
+from qkscope_papers.lee2026.planted_cut import RANK, cut_rows
 from qkscope_papers.lee2026.ranks import head_ranks
 from qkscope_papers.lee2026.swaps import projectors_of, swap_rows
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
@@ -142,3 +143,12 @@ def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
     for z in ("z1", "z2"):
         assert far[z, "oblique"] < 0.01 < far[z, "feature"] < 0.65 * far[z, "key_pca"]
     assert far["both", "feature"] < 0.01
+
+
+def test_without_noise_both_cuts_keep_what_was_planted_and_with_noise_one_does():
+    clean, noisy = ({row["rule"]: row for row in cut_rows(noise, seed=0)} for noise in (0.0, 1.0))
+    for row in clean.values():
+        assert (row["rank"], round(row["angle"], 3)) == (RANK, 0)
+        assert row["carried"] == pytest.approx(1)
+    assert noisy["left out"]["rank"] == RANK
+    assert noisy["energy"]["rank"] > 5 * RANK

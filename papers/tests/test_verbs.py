@@ -83,6 +83,8 @@ def test_toys_train_and_say_how_they_came_out(tmp_path, qkscope):
                            "--out", tmp_path, "--json")  # fmt: skip
     (row,) = json.loads(out)["tables"]["heads"]
     assert (code, row["steps"], row["stopped"]) == (0, 40, "out of steps")
+    drawn = (tmp_path / "retrieval" / "figures" / "retrieval.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
     code, out, _ = qkscope("toy", "superposition", "--p", "0.5,0.2", "--steps", 60, "--every", 20, "--out", tmp_path,
                            "--json")  # fmt: skip
     rows = json.loads(out)["tables"]["alignment"]

@@ -108,6 +108,10 @@ def reproduce(
             help="ioi, single or text (franco2026 fig7b, 8, 9, 25); as-written (lee2026 fig2, 11).",
         ),
     ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option("-n", help="Prompts of each kind (lee2026, language models); the preset's."),
+    ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Run also what is finished in OUT.")
     ] = False,
@@ -151,7 +155,8 @@ def reproduce(
 
     try:
         for name, chosen in wanted.items():
-            asked: Any = {"model": model, "prompts": prompts, "again": again, "show": show}
+            asked: Any = {"model": model, "prompts": prompts, "n": n}
+            asked |= {"again": again, "show": show}
             done = run_reproduce(
                 name, chosen, preset=preset, out=out, seed=seed, device=device, **asked
             )

@@ -27,9 +27,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qkscope.checking import checked_call
+from qkscope.checking import Count, checked_call
 from qkscope.errors import BadInput, check_device
-from qkscope.results.claims import Claim
+from qkscope.results.claims import NEEDS_DEFAULT, Claim
 from qkscope.results.folder import MANIFEST, check_folder, kept_if_stopped, read_run_file
 from qkscope.results.progress import doing
 from qkscope.results.result import Result, provenance
@@ -61,6 +61,7 @@ class Settings:
     figure: str = ""
     model: str = EMBEDDED  # of figures that look into a language model
     prompts: str = ""  # of figures that have more than one kind; their first one by default
+    n: int | None = None  # prompts of each kind, of figures of language models of the first paper
 
     def result(
         self,
@@ -73,14 +74,14 @@ class Settings:
     ) -> Result:
         """What a run found, under the figure's name; ``about`` is for its provenance.
 
-        No claim stands twice. Where it fails at the preset smoke, what would decide it was not run.
+        No claim stands twice. Where it fails at the preset smoke, it needs the default.
         """
         said = [claim.claim for claim in claims]
         assert len(set(said)) == len(said), f"{self.paper}/{self.figure} makes a claim twice"
         name = f"{self.paper}/{self.figure}"
         claims = [marked(name, claim) for claim in claims]
         if self.preset == "smoke":
-            claims = [replace(claim, reason="not run here", why=_TOO_SMALL) for claim in claims]
+            claims = [replace(claim, reason=NEEDS_DEFAULT, why=_TOO_SMALL) for claim in claims]
         made = provenance(**{**(about or {}), "figure": self.figure, "preset": self.preset})
         return Result(
             name,
@@ -252,6 +253,7 @@ def reproduce(
     device: str = "cpu",
     model: str | None = None,
     prompts: str | None = None,
+    n: Count | None = None,
     again: bool = False,
     show: Callable[[Result], object] = lambda result: None,
 ) -> dict[str, Result]:
@@ -274,6 +276,8 @@ def reproduce(
     prompts : of figures that have more than one kind: ``ioi`` (many prompts), ``single`` (the
         paper's one prompt) or ``text`` (natural text); of the first paper's grids ``as-released``
         (the scales of the authors' code) or ``as-written`` (those of the paper's text).
+    n : prompts of each kind, in place of the preset's, for the first paper's figures of language
+        models; answers after a swap are left out then.
     again : run what is finished too.
     show : told each figure's result as soon as there is one, before it is written.
 
@@ -295,7 +299,8 @@ def reproduce(
             kinds = ", ".join(found.prompts)
             has = f"has prompts of the kinds {kinds}" if kinds else "has one kind of prompts"
             raise BadInput(f"{paper} {name} has no prompts {prompts!r}: it {has}.")
-    kind = {} if prompts is None else {"prompts": prompts}
+    kind: dict[str, Any] = {} if prompts is None else {"prompts": prompts}
+    kind |= {} if n is None else {"n": n}
     asked = {
         name: {
             "preset": preset,
@@ -318,7 +323,7 @@ def reproduce(
         show(result)
     missing = {name: found for name, found in chosen.items() if name not in results}
     settings = Settings(
-        preset, out, seed, device, paper, model=model or EMBEDDED, prompts=prompts or ""
+        preset, out, seed, device, paper, model=model or EMBEDDED, prompts=prompts or "", n=n
     )
     with kept_if_stopped(out, lambda: bool(results)):
         for prepare in dict.fromkeys(found.prepare for found in missing.values() if found.prepare):

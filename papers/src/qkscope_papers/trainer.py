@@ -42,7 +42,7 @@ class Stack:
     (torch.Size([3, 10]), torch.Size([3, 2, 4]))
     """
 
-    def __init__(self, tensors: Mapping[str, Float[Tensor, "m *s"]]) -> None:
+    def __init__(self, tensors: Mapping[str, Float[Tensor, " m *s"]]) -> None:
         self.flat = torch.cat([tensor.flatten(1) for tensor in tensors.values()], dim=1)
         self._shapes = {name: tensor.shape[1:] for name, tensor in tensors.items()}
 

@@ -18,7 +18,9 @@ need stands here. Files in reading order:
 - ``finding``: a statement about a look, with the changes that test it; what decides a look
 - ``registry``: the rule of each kind of finding, its threshold and its precedence
 - ``because``: the words that decide a look, found by putting others in their place
+- ``levels``: whether any word does in a word's place, a word of its kind, or this word alone
 - ``relations``: what relates these words: proposed, tested, judged
+- ``joint``: words that decide a look together: either is enough, or both are needed
 - ``distances``: a head's mean row by distance, as a table
 - ``rules``: what a head does, as a program: weighted parts that give its attention from text alone
 - ``shipped_atlas``: the rules of a model's heads, and those that ship; a look beside its rule

@@ -8,9 +8,10 @@ that leave less than three quarters get all. What relates the causes is tested i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,9 +20,12 @@ from torch.nn.functional import pad
 
 from qkscope.changes import Inserted, Words, word_replaced
 from qkscope.findings.finding import Look, Reason, Row
-from qkscope.findings.registry import SCREENED, cause_of
-from qkscope.findings.relations import WHOLE, WORDS, Relations, interval
+from qkscope.findings.joint import JointCauses
+from qkscope.findings.levels import Effect, WordLevels
+from qkscope.findings.registry import SCREENED, cause_of, in_order
+from qkscope.findings.relations import WHOLE, WORDS, Relations, few_or_none, interval
 from qkscope.rerun.alternatives import Alternatives, Word
+from qkscope.rerun.reads import Reruns
 from qkscope.rerun.rerun_tokens import Again
 
 SCREEN = 2
@@ -33,21 +37,8 @@ NEAR = 64
 _AFFORDABLE = 2**16
 _WORK = 2**42
 
-
-@dataclass(frozen=True)
-class Effect:
-    """What the alternatives of a word do to every look.
-
-    Parameters
-    ----------
-    changes : one for each alternative.
-    left : attention left, as a share.
-    rows : the attention rows then.
-    """
-
-    changes: tuple[Words, ...]
-    left: Float[Tensor, "m n"]
-    rows: Float[Tensor, "m n t"]
+Asked = Literal["all", "undecided", "none"]
+"""Looks whose words get all sources: all, those that no relation decides, or none."""
 
 
 class Because:
@@ -198,6 +189,24 @@ class Because:
         reads = [(look.head, look.query + more) for look in self.looks]
         return again.run(ids, runs, reads).attention
 
+    def likely_rows(
+        self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int]
+    ) -> tuple[Reruns, Bool[Tensor, "b t"]]:
+        """The attention rows of every look in changed prompts, how likely their tokens are, and
+        which of them ran.
+
+        Parameters
+        ----------
+        prompts : the prompt itself, and changed ones, as long; of the former the tokens run that
+            run in any of the latter.
+        ends : tokens of each prompt that are read.
+        """
+        ids = torch.stack(list(prompts))
+        runs = self.running(ids, torch.tensor(ends))
+        runs[0] |= runs[1:].any(0)
+        reads = [(look.head, look.query) for look in self.looks]
+        return self.again.run(ids, runs, reads, likelihood=True), runs
+
     def running(self, ids: Int[Tensor, "b t"], stops: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
         """Tokens of changed prompts that run: from the first change to the last reader.
 
@@ -216,7 +225,9 @@ class Because:
 
     # ------------------------------------------------------------------ causes
 
-    def reasons(self, follow: bool = True, near: bool = True) -> list[Reason]:
+    def reasons(
+        self, follow: bool = True, near: bool = True, levels: Asked = "all"
+    ) -> list[Reason]:
         """What decides each look.
 
         Parameters
@@ -224,6 +235,7 @@ class Because:
         follow : whether to test that the attention follows another word of the prompt.
         near : whether to test pairs of equal words also where one alone does not take half of the
             attention away.
+        levels : looks whose words are told from words of their kind, and from any word.
         """
         self.others.prepare(self.words)
         effects = self._effects_of_suspects()
@@ -231,14 +243,22 @@ class Because:
             self._reason(look, float(attention))
             for look, attention in zip(self.looks, self.attention, strict=True)
         ]
-        for word, effect in effects.items():
-            for n, row in self._word_rows(word, effect):
-                reasons[n].words.append(row)
-        for reason in reasons:
-            reason.words.sort(key=lambda row: row["after"])
         relations = Relations(self, effects, near)
         for n, reason in enumerate(reasons):
             reason.findings += relations.findings(n, reason, follow)
+        asked = [n for n, reason in enumerate(reasons) if _is_asked(reason, levels)]
+        found = WordLevels(self, effects, asked)
+        alike = relations.same_kinds(found)
+        by_random = effects if levels == "none" else self._effects_of_random_words(effects, found)
+        for n, reason in enumerate(reasons):
+            reason.words += self._word_rows(n, effects, found, by_random)
+            reason.replaced += found.rows(n)
+            reason.findings += alike.get(n, []) + found.findings(n)
+            if n in found.asked and not any(finding.is_reason for finding in reason.findings):
+                reason.findings += JointCauses(self, n, reason).findings()
+            if not any(finding.is_reason for finding in reason.findings):
+                reason.findings.append(few_or_none(reason.causes))
+            reason.findings = in_order(reason.findings)
         return reasons
 
     def _reason(self, look: Look, attention: float) -> Reason:
@@ -261,11 +281,44 @@ class Because:
         """Looks that see a word and that its alternatives take much away from."""
         return (mean < SCREENED) & (word.start <= self._queries)
 
+    def _effects_of_random_words(
+        self, effects: Mapping[Word, Effect], found: WordLevels
+    ) -> dict[Word, Effect]:
+        """What random words do alone, of words that did not get all sources for every look."""
+        ends = dict[Word, int]()
+        for n, look in enumerate(self.looks):
+            for word, effect in effects.items():
+                matters = bool(self._matters(word, effect.left.mean(0))[n])
+                if matters and word not in found.asked.get(n, ()):
+                    ends[word] = max(ends.get(word, 0), look.query + 1)
+        drawn = {word: self.others.random(word, self.count) for word in ends}
+        changes = {
+            word: tuple(word_replaced(word.start, ids) for ids in own)
+            for word, own in drawn.items()
+        }
+        alone = self._effects_of(changes, [*ends.values()])
+        return {
+            word: replace(effect, likely=self._likely_left(word, effects[word]))
+            for word, effect in alone.items()
+        }
+
+    def _likely_left(self, word: Word, effect: Effect) -> Float[Tensor, " n"] | None:
+        """What the likely ones of a word's alternatives leave on average; None without any."""
+        likely = {word_replaced(word.start, ids) for ids in self.others.likely(word, self.count)}
+        is_likely = torch.tensor([change in likely for change in effect.changes])
+        return effect.left[is_likely].mean(0) if bool(is_likely.any()) else None
+
     def _effects(
         self, words: Sequence[Word], which: slice, ends: Sequence[int] = ()
     ) -> dict[Word, Effect]:
         """What some alternatives of each word do."""
         changes = {word: tuple(self.alternatives(word)[which]) for word in words}
+        return self._effects_of(changes, ends)
+
+    def _effects_of(
+        self, changes: Mapping[Word, tuple[Words, ...]], ends: Sequence[int] = ()
+    ) -> dict[Word, Effect]:
+        """What some changes of each word do, read up to a token each."""
         prompts = [self.with_change(change) for own in changes.values() for change in own]
         until = [end for end, own in zip(ends, changes.values(), strict=False) for _ in own]
         rows = self.rows(prompts, until)
@@ -276,32 +329,56 @@ class Because:
             for (word, own), (left, part) in zip(changes.items(), parts, strict=True)
         }
 
-    def _word_rows(self, word: Word, effect: Effect) -> Iterator[tuple[int, Row]]:
-        """Rows of the table ``because`` for one word, one for each look that it matters to."""
-        mean, low, high = interval(effect.left)
-        gained = effect.rows.mean(0) - self.before
-        gained[:, word.start : word.stop] = -1
-        gains_most = gained.argmax(1).tolist()
-        for n in self._matters(word, mean).nonzero()[:, 0].tolist():
-            before = float(self.attention[n])
-            goes_to = gains_most[n]
-            yield (
-                n,
-                {
-                    "head": str(self.looks[n].head),
-                    "position": word.start,
-                    "end": word.stop,
-                    "text": word.text,
-                    "before": before,
-                    "after": float(mean[n]) * before,
-                    "low": max(float(low[n]), 0.0) * before,
-                    "high": float(high[n]) * before,
-                    "words": len(effect.left),
-                    "goes_to": self.texts[goes_to],
-                    "goes_to_position": goes_to,
-                    "cause": cause_of(float(low[n]), float(high[n])),
-                },
-            )
+    def _word_rows(
+        self,
+        n: int,
+        effects: Mapping[Word, Effect],
+        found: WordLevels,
+        by_random: Mapping[Word, Effect],
+    ) -> list[Row]:
+        """Rows of the table ``because`` for one look: words that matter to it, strongest first."""
+        asked = found.asked.get(n, ())
+        matter = [
+            word
+            for word, effect in effects.items()
+            if word in asked or bool(self._matters(word, effect.left.mean(0))[n])
+        ]
+        rows = list[Row]()
+        for word in sorted({*matter, *asked}):
+            effect = found.random_words(word) if word in asked else by_random[word]
+            if len(effect.left):
+                rows.append(self._word_row(n, word, effect))
+        return sorted(rows, key=lambda row: row["after"])
+
+    def _word_row(self, n: int, word: Word, effect: Effect) -> Row:
+        """What random words in the place of one leave of a look, and likely ones beside them."""
+        mean, low, high = (float(value) for value in interval(effect.left[:, n]))
+        before = float(self.attention[n])
+        gained = effect.rows[:, n].mean(0) - self.before[n]
+        gained[word.start : word.stop] = -1
+        goes_to = int(gained.argmax())
+        return {
+            "head": str(self.looks[n].head),
+            "position": word.start,
+            "end": word.stop,
+            "text": word.text,
+            "before": before,
+            "after": mean * before,
+            "low": max(low, 0.0) * before,
+            "high": high * before,
+            "likely": None if effect.likely is None else float(effect.likely[n]) * before,
+            "words": len(effect.left),
+            "goes_to": self.texts[goes_to],
+            "goes_to_position": goes_to,
+            "cause": cause_of(low, high),
+        }
+
+
+def _is_asked(reason: Reason, levels: Asked) -> bool:
+    """Whether the words of a look get all sources."""
+    if levels == "undecided":
+        return not any(finding.is_reason for finding in reason.findings)
+    return levels == "all"
 
 
 def _joined(first: Effect, second: Effect) -> Effect:

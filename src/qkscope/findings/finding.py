@@ -18,6 +18,10 @@ from qkscope.heads import Head
 Verdict = Literal["shown", "not shown", "untested"]
 Row = dict[str, Any]
 """A row of a table."""
+NO_REASONS = ("both", "this word", "few words", "no few words", "any word", "no single word")
+"""Kinds that random weights show as often, or that say what was not found: no reasons. In the order
+in which they are said where no reason is shown.
+"""
 
 
 class Look(NamedTuple):
@@ -44,6 +48,8 @@ class Finding:
     control : the same of the controls.
     low, high : 90% interval of what was measured, over changes.
     verdict : of the rule.
+    examples : words that name the kind of word it speaks of, chosen on others than those that test
+        it.
     """
 
     kind: str
@@ -57,11 +63,17 @@ class Finding:
     low: float | None = None
     high: float | None = None
     verdict: Verdict = "untested"
+    examples: tuple[str, ...] = ()
 
     @property
     def is_shown(self) -> bool:
         """Whether its rule holds."""
         return self.verdict == "shown"
+
+    @property
+    def is_reason(self) -> bool:
+        """Whether its rule holds, and random weights seldom show its kind."""
+        return self.is_shown and self.kind not in NO_REASONS
 
 
 @dataclass
@@ -74,7 +86,9 @@ class Reason:
     before : attention of the look.
     tried, seen : words that were changed, of so many in sight.
     words : rows of the table ``because``, strongest first.
-    findings : statements about the words, in the order of precedence.
+    findings : statements about the words, the most general first.
+    replaced : rows of the table ``words``: every word that was put in the place of another, by its
+        source.
     """
 
     look: Look
@@ -83,6 +97,7 @@ class Reason:
     seen: int
     words: list[Row] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    replaced: list[Row] = field(default_factory=list)
 
     @property
     def causes(self) -> list[Row]:
@@ -91,12 +106,16 @@ class Reason:
 
     @property
     def shown(self) -> list[Finding]:
-        """Findings whose rule holds, in the order of precedence."""
-        return [finding for finding in self.findings if finding.is_shown]
+        """Findings whose rule holds: reasons, the most general first, and then what is none."""
+        reasons = [finding for finding in self.findings if finding.is_reason]
+        others = [
+            finding for finding in self.findings if finding.is_shown and not finding.is_reason
+        ]
+        return reasons + sorted(others, key=lambda finding: NO_REASONS.index(finding.kind))
 
     @property
     def kind(self) -> str:
-        """The kind of the first finding that is shown."""
+        """The kind of the first finding that is shown, a reason before what is none."""
         return self.shown[0].kind if self.shown else "no few words"
 
     def first(self, kind: str) -> Finding | None:

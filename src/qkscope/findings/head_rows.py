@@ -27,6 +27,7 @@ from qkscope.linear.reader import Reader
 from qkscope.linear.run import KINDS, Direction, Parts, Run, named
 from qkscope.model.encode import Encoding
 from qkscope.model.inputs import check_visible
+from qkscope.results.result import Tables
 from qkscope.results.work import Stage, Work
 from qkscope.sums.relative_logits import SIDES, Measurement, Tally, metrics, relative_weights
 from qkscope.texts.task import ANSWER, Units

@@ -14,56 +14,80 @@ from qkscope.findings.because import Because
 from qkscope.findings.finding import Finding, Reason
 from qkscope.findings.next_token import quoted, whole
 from qkscope.findings.prompt_trace import AskedPrompt
-from qkscope.findings.registry import LEFT, breaks_on_average, nearly_equal
+from qkscope.findings.registry import (
+    BOTH_AT_RANDOM,
+    KEEPS,
+    LEFT,
+    LEVELS,
+    THIS_WORD_AT_RANDOM,
+    breaks_on_average,
+    nearly_equal,
+)
 from qkscope.text import grouped
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 _SHOWN = 4  # words of a line
 _PAIRS = 2  # pairs of equal words that have a line
+_KINDS = 2  # words whose level is said beside the first
+_EACH = 3  # words that keep a look, or break it, in a line
 
 
 @dataclass(frozen=True)
 class Headline:
-    """The finding that an answer gives as the reason, and the words at key and query beside it.
+    """The finding that an answer gives as the reason, and what stands beside it.
 
     Parameters
     ----------
     finding : the reason.
-    own_words : findings about the key's and the query's own word that are shown, too.
-    is_part : whether these are said as a part of the reason.
+    others : further findings of its kind that are shown, the clearest first.
+    in_part : a kind of word that is shown where the reason nearly passes.
     """
 
     finding: Finding
-    own_words: Sequence[Finding]
-    is_part: bool = False
+    others: Sequence[Finding] = ()
+    in_part: Finding | None = None
 
 
 def headline(reason: Reason, carriers: Rows) -> Headline | None:
-    """Choose what to give as the reason: the first finding that is shown.
+    """Choose what to give as the reason: the most general finding that is shown.
 
-    Two equal words that nearly pass are given where nothing but the number of causes is shown, or
-    beside the own word of key or query if they were carried there.
+    Two equal words that nearly pass are given where no reason is shown, or beside a kind of word if
+    they were carried there. Of several words the clearest is given, the one whose words and controls
+    differ most; the query's own, which says least, comes last.
     """
-    own_words = [_first_shown(reason, kind) for kind in ("key word", "query word")]
-    shown_own_words = [finding for finding in own_words if finding is not None]
     pairs = (finding for finding in reason.findings if finding.kind == "same word")
     pair = next((finding for finding in pairs if nearly_equal(finding)), None)
     if not reason.shown:
-        return None if pair is None else Headline(pair, shown_own_words)
+        return None if pair is None else Headline(pair)
     first = reason.shown[0]
-    if pair is not None and first.kind in ("no single word", "few words"):
-        return Headline(pair, shown_own_words)
-    if pair is not None and first.kind in ("key word", "query word"):
-        carried = {row["text"].strip().lower() for row in carriers if row["verdict"] == "shown"}
-        if pair.text.strip().lower() in carried:
-            return Headline(pair, shown_own_words, is_part=True)
-    return Headline(first, shown_own_words)
+    alike = [finding for finding in reason.shown if finding.kind == first.kind]
+    if first.kind in LEVELS:
+        alike.sort(key=lambda finding: (_is_query(reason, finding), _clearness(finding)))
+    chosen = Headline(alike[0], alike[1:])
+    if pair is None:
+        return chosen
+    if not first.is_reason:
+        return Headline(pair)
+    carried = {row["text"].strip().lower() for row in carriers if row["verdict"] == "shown"}
+    if first.kind == "kind" and pair.text.strip().lower() in carried:
+        return Headline(pair, in_part=alike[0])
+    return chosen
 
 
-def _first_shown(reason: Reason, kind: str) -> Finding | None:
-    """The first shown finding of a kind."""
-    return next((finding for finding in reason.shown if finding.kind == kind), None)
+def _is_query(reason: Reason, finding: Finding) -> bool:
+    """Whether a finding is about the query's own word."""
+    start = finding.positions[0]
+    return start <= reason.look.query < reason.end_of(start)
+
+
+def _clearness(finding: Finding) -> float:
+    """How far a level's words and their controls are apart, the furthest first; of words that have
+    no kind, how seldom others keep the look.
+    """
+    measured = finding.measured or 0.0
+    control = finding.control or 0.0
+    return control - measured if finding.kind == "kind" else control + measured
 
 
 # ---------------------------------------------------------------------- clauses of the answer
@@ -82,8 +106,19 @@ def _same_word(question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     a, b = finding.positions
     where = _where(question, reason, finding)
     part = "" if finding.is_shown else " in part"
-    also = f", in part because of {_own_words(reason, chosen)}" if chosen.is_part else ""
+    also = f", and because {_a_word_like(reason, chosen.in_part)}" if chosen.in_part else ""
     return f",{part} because {quoted(finding.text)} appears {where} (tokens {a} and {b}){also}"
+
+
+def _same_kind(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    finding = chosen.finding
+    a, b = finding.positions
+    words = " and ".join(map(quoted, finding.examples))
+    kept = share(finding.measured, reason)
+    return (
+        f", because {words} (tokens {a} and {b}) are of one kind: other pairs of one kind leave"
+        f" {kept}, of two kinds {share(finding.control, reason)}"
+    )
 
 
 def _where(question: AskedPrompt, reason: Reason, finding: Finding) -> str:
@@ -117,24 +152,95 @@ def _self(_question: AskedPrompt, _reason: Reason, _chosen: Headline) -> str:
     return ", which is itself"
 
 
-def _own_word_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
-    return f", because of {_own_words(reason, chosen)}"
+def _kind_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    others = [_place_of(reason, finding) for finding in chosen.others[:_KINDS]]
+    more = f"; words of a kind decide at {' and '.join(others)}, too" if others else ""
+    return f", because {_a_word_like(reason, chosen.finding)}{more}"
 
 
-def _own_words(reason: Reason, chosen: Headline) -> str:
-    return " and ".join(_own_word(finding, reason) for finding in chosen.own_words)
+def _a_word_like(reason: Reason, finding: Finding) -> str:
+    """A kind of word by examples, where it stands, and how many words keep the look."""
+    kind = "a word of its kind"
+    if finding.examples:
+        kind = f"a word like {', '.join(map(quoted, finding.examples))}"
+    place = _place_of(reason, finding)
+    return f"{kind} stands at {place}: {_counts(finding, 'such words')}"
 
 
-def _own_word(finding: Finding, reason: Reason) -> str:
-    at = "there" if finding.kind == "key word" else "it looks from"
-    left = share(finding.measured, reason)
-    return f"the word {at}, {quoted(finding.text)} (replacing it leaves {left})"
+def _place_of(reason: Reason, finding: Finding) -> str:
+    """The place of a word, and whether it is the key or the query."""
+    start = finding.positions[0]
+    end = reason.end_of(start)
+    role = ""
+    if start <= reason.look.key < end:
+        role = ", the key"
+    elif start <= reason.look.query < end:
+        role = ", the query"
+    return f"token {start} ({quoted(finding.text)}{role})"
+
+
+def _counts(finding: Finding, words: str) -> str:
+    """How many words of a kind keep the look, and how many random ones."""
+    assert finding.measured is not None
+    kept = f"{round(finding.measured * len(finding.changes))} of {len(finding.changes)}"
+    verb = "keeps" if kept.startswith("1 ") else "keep"
+    if finding.control is None:
+        return f"{kept} {words} {verb} it"
+    random = f"{round(finding.control * len(finding.controls))} of {len(finding.controls)}"
+    return f"{kept} {words} {verb} it, {random} random ones"
+
+
+def _either_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    finding = chosen.finding
+    return (
+        f", because of {_named(finding, 'or')}: either is enough (random words in place of one leave"
+        f" at least {share(finding.alone, reason)}, of all {share(finding.measured, reason)}; of as"
+        f" many others {share(finding.control, reason)})"
+    )
+
+
+def _both_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    finding = chosen.finding
+    return (
+        f": it takes {_named(finding, 'and')} together: with all other words replaced"
+        f" {share(finding.measured, reason)} stays, with one of these as well at most"
+        f" {share(finding.control, reason)} (no reason yet: random weights show as much in"
+        f" {BOTH_AT_RANDOM:.0%} of looks)"
+    )
+
+
+def _named(finding: Finding, joined: str) -> str:
+    """The words of a set with their places."""
+    words = [
+        f"{quoted(text)} (token {start})"
+        for text, start in zip(finding.examples, finding.positions, strict=True)
+    ]
+    return f" {joined} ".join(words)
+
+
+def _any_word_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    place = _place_of(reason, chosen.finding)
+    counts = _counts(chosen.finding, "random words")
+    return f": no single word is shown to decide it; at {place} any word does ({counts})"
+
+
+def _this_word_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    findings = [chosen.finding, *chosen.others][:_KINDS]
+    places = " and at ".join(_place_of(reason, finding) for finding in findings)
+    counts = _counts(chosen.finding, "words like it")
+    return (
+        f": it takes the very word at {places}: {counts} (no reason yet: random weights show as much"
+        f" in {THIS_WORD_AT_RANDOM:.0%} of looks)"
+    )
 
 
 def _few_words(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
-    words = ", ".join(word_name(row) for row in reason.causes)
-    which = "any one" if len(chosen.finding.positions) > 1 else "it"
-    return f", because of {words}: replacing {which} leaves less than half"
+    words = ", ".join(f"{word_name(row)} {row['after']:.0%}" for row in reason.causes)
+    which = "one of them" if len(chosen.finding.positions) > 1 else "it"
+    return (
+        f": it depends on {words} (left with random words in place of {which}), but neither a kind"
+        " of word nor this word alone is shown"
+    )
 
 
 def _no_few_words(_question: AskedPrompt, reason: Reason, _chosen: Headline) -> str:
@@ -159,9 +265,13 @@ CLAUSES: dict[str, Callable[[AskedPrompt, Reason, Headline], str]] = {
     "self": _self,
     "position": _position,
     "same word": _same_word,
+    "same kind": _same_kind,
     "follows": _no_single_word,  # shown only behind the same word
-    "key word": _own_word_clause,
-    "query word": _own_word_clause,
+    "kind": _kind_clause,
+    "either": _either_clause,
+    "both": _both_clause,
+    "any word": _any_word_clause,
+    "this word": _this_word_clause,
     "few words": _few_words,
     "no few words": _no_few_words,
     "no single word": _no_single_word,
@@ -192,6 +302,9 @@ def relation_lines(reason: Reason) -> Iterator[str]:
     for finding in pairs[:_PAIRS]:
         yield _pair_line(finding, reason)
     for finding in reason.findings:
+        if finding.kind == "same kind" and finding.is_shown:
+            yield _alike_line(finding, reason)
+    for finding in reason.findings:
         if finding.kind == "follows" and finding.measured is not None:
             yield _follows_line(finding, reason)
 
@@ -211,6 +324,15 @@ def _pair_line(finding: Finding, reason: Reason) -> str:
     return (
         f"{pair}, replacing either leaves up to {alone} on average, both by the same word {both},"
         f" by different words {different}: {finding.verdict}{few}."
+    )
+
+
+def _alike_line(finding: Finding, reason: Reason) -> str:
+    words = " and ".join(map(quoted, finding.examples))
+    return (
+        f"Same kind: {words}, replacing either leaves up to {share(finding.alone, reason)} on"
+        f" average, both by two words of one kind {share(finding.measured, reason)}, of two kinds"
+        f" {share(finding.control, reason)}: {finding.verdict}."
     )
 
 
@@ -238,8 +360,51 @@ def _carried_word(row: Row) -> str:
     return f"{word_name(row)} {row['changed']:.0%} → {row['restored']:.0%} (control {control:.0%})"
 
 
+def level_lines(reason: Reason, reasons: bool) -> Iterator[str]:
+    """A line for each word that others were compared with, of its kind and any: those whose kind
+    is shown, or the rest.
+    """
+    levels = [finding for finding in reason.findings if finding.kind in LEVELS]
+    tested = [finding for finding in levels if finding.measured is not None]
+    for finding in sorted(tested, key=lambda one: (_is_query(reason, one), _clearness(one))):
+        if finding.is_reason == reasons:
+            yield _level_line(reason, finding)
+
+
+def _level_line(reason: Reason, finding: Finding) -> str:
+    """A word's level: the words that keep the look best, those that break it, and the counts."""
+    words = "random words" if finding.kind == "any word" else "words like it"
+    counts = _counts(finding, words)
+    place = _place_of(reason, finding)
+    examples = _examples(reason, finding)
+    return f"{finding.kind.capitalize()}: at {place} {counts}{examples}: {finding.verdict}."
+
+
+def _examples(reason: Reason, finding: Finding) -> str:
+    """The words that keep a look best, and those of the same sources that break it."""
+    left = {
+        row["word"]: row["left"]
+        for row in reason.replaced
+        if row["position"] == finding.positions[0] and row["source"] != "random"
+    }
+    ranked = sorted(left, key=lambda word: left[word])
+    keepers = [word for word in reversed(ranked) if left[word] >= KEEPS][:_EACH]
+    breakers = [word for word in ranked if left[word] < KEEPS][:_EACH]
+    groups = [_with_shares(keepers, "keeps", left), _with_shares(breakers, "leaves", left)]
+    named = "; ".join(group for group in groups if group)
+    return f" ({named})" if named else ""
+
+
+def _with_shares(words: Sequence[str], verb: str, left: Mapping[str, float]) -> str:
+    """Words with what each leaves of the look; the verb stands behind the first."""
+    named = [f"{quoted(word)} {left[word]:.0%}" for word in words]
+    if named:
+        named[0] = f"{quoted(words[0])} {verb} {left[words[0]]:.0%}"
+    return ", ".join(named)
+
+
 def words_line(question: AskedPrompt, because: Because, reason: Reason) -> str:
-    """The words whose replacement takes half of the attention away."""
+    """The words in whose place random ones leave less than half of the attention."""
     breaking = [row for row in reason.words if breaks_on_average(row, reason.before)]
     untested = [quoted(word.text) for word in because.words if not because.alternatives(word)]
     without = ""
@@ -252,7 +417,10 @@ def words_line(question: AskedPrompt, because: Because, reason: Reason) -> str:
     words = ", ".join(_breaking_word(row) for row in breaking[:_SHOWN])
     rest = f" and {len(breaking) - _SHOWN} more" if len(breaking) > _SHOWN else ""
     to = token_name(question, breaking[0]["goes_to_position"])
-    return f"{tried}, these leave less than half of it: {words}{rest}; attention goes to {to}{without}."
+    return (
+        f"{tried}, these leave less than half of it with random words in their place: {words}{rest};"
+        f" attention goes to {to}{without}."
+    )
 
 
 def _breaking_word(row: Row) -> str:

@@ -1,22 +1,24 @@
 """Relations between words that decide a look: proposed, tested by changing the words, and judged.
 
 - *same word*: two causes with one text; each changed alone breaks the attention, both changed into
-  one other word do not, and both changed into two different words do.
+  one other word do not, and both changed into two different words do, of one kind or not.
+- *same kind*: two causes; each changed alone breaks the attention, both changed into two words of
+  one kind (a word and the nearest one in the input embedding) do not, and both changed into words
+  of two kinds do.
 - *follows*: the word asked about becomes another word of the prompt, and the attention goes where
   that one stands.
 - *position*: no word matters, and a word put in after the key moves the attention to the token at
   the same distance.
-- *key word*, *query word*: a cause at the key's or the query's own word.
-- *self*; *no single word*; *no few words* (more than four causes and none of the above).
+- *self*; *no single word*; *no few words* (more than four causes and no reason is shown).
 
 All looks share the changed prompts: what is needed for any of them runs in one batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_high
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,13 +27,14 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from qkscope.changes import Inserted, Words, together, word_replaced
-from qkscope.findings.finding import Finding, Look, Reason
+from qkscope.findings.finding import Finding, Look, Reason, Row
 from qkscope.findings.registry import FEW, LEFT, SCREENED, judge
-from qkscope.rerun.alternatives import Word
+from qkscope.rerun.alternatives import Ids, Word
 from qkscope.seeds import derived_seed
 
 if TYPE_CHECKING:
-    from qkscope.findings.because import Because, Effect
+    from qkscope.findings.because import Because
+    from qkscope.findings.levels import Effect, WordLevels
 
 WORDS = 8
 """Alternatives of a word."""
@@ -41,8 +44,12 @@ _INSERTED = 2  # words that are put in after a key, where many looks share a pas
 WHOLE = 256
 """Tokens from a change on, from which on only those run that are near it, a key or a query."""
 
+_ALIKE = 3  # strongest words of a look of which every two may be of one kind
+
 Pair = tuple[Word, Word]
-"""Two words with one text, the earlier one first."""
+"""Two words, the earlier one first."""
+PairChanges = tuple[tuple[Words, ...], tuple[Words, ...]]
+"""Changes of both words that should keep a look, and those that should not."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class PairEffect:
 
     Parameters
     ----------
-    same, different : changes into one other word, and into two.
+    same, different : changes into one other word, and into two; or into two words of one kind, and
+        of two.
     mean, low, high : what the former leave on average, with its 90% interval.
     control : what the latter leave.
     """
@@ -93,7 +101,10 @@ class Relations:
         threshold = SCREENED if near else LEFT
         self.pairs = [equal_pairs(left, threshold) for left in self.left]
         self.positions = self._test_positions()
-        self.pair_effects = self.test_pairs(self._ends_of_pairs())
+        self.pair_effects = self.test_pairs(self._ends_of(self.pairs))
+        self.kind_effects = dict[Pair, PairEffect | None]()
+        if because.count >= WORDS:
+            self._test_kinds(self.pairs)
 
     def findings(self, n: int, reason: Reason, follow: bool) -> list[Finding]:
         """All findings of one look, in the order of precedence.
@@ -115,33 +126,27 @@ class Relations:
         findings += same
         if follow and same and same[0].is_shown:
             findings.append(self._follows(n, same[0]))
-        causes = self._causes(reason)
-        if look.query != look.key:
-            findings += self._own_words(n, look, causes)
-        if not any(finding.is_shown for finding in findings):
-            findings.append(_of_few(causes))
         return findings
-
-    def _causes(self, reason: Reason) -> list[Word]:
-        starts = {row["position"] for row in reason.causes}
-        return [word for word in self.effects if word.start in starts]
 
     # ------------------------------------------------------------------ the same word
 
-    def _ends_of_pairs(self) -> dict[Pair, int]:
+    def _ends_of(self, of_looks: Sequence[Sequence[Pair]]) -> dict[Pair, int]:
         """By pair, the token before which all looks ask that it may matter to."""
         ends = dict[Pair, int]()
-        for look, pairs in zip(self.because.looks, self.pairs, strict=True):
+        for look, pairs in zip(self.because.looks, of_looks, strict=True):
             for pair in pairs:
                 ends[pair] = max(ends.get(pair, 0), look.query + 1)
         return ends
 
-    def test_pairs(self, pairs: Mapping[Pair, int]) -> dict[Pair, PairEffect | None]:
+    def test_pairs(
+        self, pairs: Mapping[Pair, int], changes_of: Callable[[Pair], PairChanges] | None = None
+    ) -> dict[Pair, PairEffect | None]:
         """Replace both words of pairs, for looks whose query comes before a token.
 
         None for a pair that too few other words fit.
         """
-        changes = {pair: self._changes_of(pair) for pair in pairs}
+        changes_of = changes_of or self._changes_of
+        changes = {pair: changes_of(pair) for pair in pairs}
         tested = {pair: both for pair, both in changes.items() if both[0]}
         prompts = list[Tensor]()
         ends = list[int]()
@@ -157,19 +162,32 @@ class Relations:
             effects[pair] = PairEffect(same, different, *interval(of_same), control)
         return effects
 
-    def _changes_of(self, pair: Pair) -> tuple[tuple[Words, ...], tuple[Words, ...]]:
+    def _changes_of(self, pair: Pair) -> PairChanges:
         """Make both words of a pair one other word, or two; nothing where too few fit."""
+        return self._changes(pair, lambda tokens: tokens)
+
+    def _changes_of_kind(self, pair: Pair) -> PairChanges:
+        """Make both words of a pair two words of one kind, or of two; nothing where too few fit."""
+        others = self.because.others
+        return self._changes(pair, lambda tokens: others.nearest(tokens))
+
+    def _changes(self, pair: Pair, partner: Callable[[Ids], Ids | None]) -> PairChanges:
+        """Put a word in the earlier place of a pair and its partner in the later one; or the
+        partner of the next word.
+        """
         a, b = pair
         others = self.because.others
         fitting = list[tuple[Words, Words]]()
         for tokens in dict.fromkeys(others.of(b, WORDS) + others.of(a, WORDS)):
+            other = partner(tokens)
             x = others.lexicon.variant(tokens, a.text)
-            y = others.lexicon.variant(tokens, b.text)
+            y = None if other is None else others.lexicon.variant(other, b.text)
             if x is not None and y is not None and (len(x), len(y)) == (len(a), len(b)):
                 fitting.append((word_replaced(a.start, x), word_replaced(b.start, y)))
+            if len(fitting) == WORDS:
+                break
         if len(fitting) < LEAST:
             return (), ()
-        fitting = fitting[:WORDS]
         next_ones = [*fitting[1:], fitting[0]]
         same = tuple(together(x, y) for x, y in fitting)
         different = tuple(together(x, y) for (x, _), (_, y) in zip(fitting, next_ones, strict=True))
@@ -198,9 +216,57 @@ class Relations:
                 changes=effect.same,
                 controls=effect.different,
                 measured=float(effect.mean[n]),
+                control=self._different(n, pair, effect),
+                low=float(effect.low[n]),
+                high=float(effect.high[n]),
+            )
+        return judge(finding)
+
+    def _different(self, n: int, pair: Pair, effect: PairEffect) -> float:
+        """What two different words leave: of any kinds, or of one, whichever leave more."""
+        of_kind = self.kind_effects.get(pair)
+        different = float(effect.control[n])
+        return different if of_kind is None else max(different, float(of_kind.mean[n]))
+
+    # ------------------------------------------------------------------ words of one kind
+
+    def same_kinds(self, found: WordLevels) -> dict[int, list[Finding]]:
+        """By look, which of its strongest words need only be of one kind, those shown first.
+
+        How strong a word is rests on random words, of looks whose words got all sources.
+        """
+        left = {n: found.random_left(n) for n in found.asked}
+        pairs = {n: pairs_of_strongest(left[n]) for n in left}
+        self._test_kinds([pairs.get(n, []) for n in range(len(self.left))])
+        findings = dict[int, list[Finding]]()
+        for n, own in pairs.items():
+            judged = [self._same_kind(n, pair, left[n]) for pair in own]
+            tested = [finding for finding in judged if finding.measured is not None]
+            findings[n] = sorted(tested, key=lambda finding: not finding.is_shown)
+        return findings
+
+    def _test_kinds(self, of_looks: Sequence[Sequence[Pair]]) -> None:
+        """Replace both words of pairs by words of one kind, and of two, once each."""
+        ends = self._ends_of(of_looks)
+        new = {pair: end for pair, end in ends.items() if pair not in self.kind_effects}
+        self.kind_effects |= self.test_pairs(new, self._changes_of_kind)
+
+    def _same_kind(self, n: int, pair: Pair, left: Mapping[Word, float]) -> Finding:
+        effect = self.kind_effects[pair]
+        a, b = pair
+        alone = max(left[a], left[b])
+        both = f"{a.text.strip()}, {b.text.strip()}"
+        finding = Finding("same kind", both, (a.start, b.start), alone=alone)
+        if effect is not None:
+            finding = replace(
+                finding,
+                changes=effect.same,
+                controls=effect.different,
+                measured=float(effect.mean[n]),
                 control=float(effect.control[n]),
                 low=float(effect.low[n]),
                 high=float(effect.high[n]),
+                examples=(a.text, b.text),
             )
         return judge(finding)
 
@@ -309,29 +375,14 @@ class Relations:
                 ends += [query + 2] * len(single)
         return changes, ends
 
-    # ------------------------------------------------------------------ one word, few, none
 
-    def _own_words(self, n: int, look: Look, causes: Sequence[Word]) -> list[Finding]:
-        """Causes that are the key's own word, and the query's."""
-        findings = list[Finding]()
-        for kind, place in (("key word", look.key), ("query word", look.query)):
-            for word in causes:
-                if place in word:
-                    finding = Finding(kind, word.text, (word.start,), self.effects[word].changes)
-                    others = [left for other, left in self.left[n].items() if other != word]
-                    control = median_high(others) if others else None
-                    finding = replace(finding, measured=self.left[n][word], control=control)
-                    findings.append(judge(finding))
-        return findings
-
-
-def _of_few(causes: Sequence[Word]) -> Finding:
-    """What is said where no relation is shown: how many words are causes."""
+def few_or_none(causes: Sequence[Row]) -> Finding:
+    """What is said where no reason is shown: how many words are causes."""
     kind = "no single word"
     if causes:
         kind = "few words" if len(causes) <= FEW else "no few words"
-    text = ", ".join(word.text.strip() for word in causes)
-    return judge(Finding(kind, text, tuple(word.start for word in causes)))
+    text = ", ".join(row["text"].strip() for row in causes)
+    return judge(Finding(kind, text, tuple(row["position"] for row in causes)))
 
 
 def equal_pairs(left: Mapping[Word, float], threshold: float) -> list[Pair]:
@@ -348,7 +399,14 @@ def equal_pairs(left: Mapping[Word, float], threshold: float) -> list[Pair]:
     return pairs
 
 
-def interval(values: Float[Tensor, "m *n"]) -> tuple[Tensor, Tensor, Tensor]:
+def pairs_of_strongest(left: Mapping[Word, float]) -> list[Pair]:
+    """Every two of the strongest words, of those that break a look alone and are one token each."""
+    causes = [word for word in left if left[word] < LEFT and len(word) == 1]
+    strongest = sorted(sorted(causes, key=lambda word: left[word])[:_ALIKE])
+    return [*combinations(strongest, 2)]
+
+
+def interval(values: Float[Tensor, " m *n"]) -> tuple[Tensor, Tensor, Tensor]:
     """The mean of some numbers, and the ends of its 90% interval (Student's t)."""
     mean = values.mean(0)
     if len(values) < 2:

@@ -57,8 +57,8 @@ class HeadWeights:
     heads: tuple[Head, ...]
     W_Q: Float[Tensor, "h d_head d_model+1"]
     W_K: Float[Tensor, "g d_head d_model+1"]
-    kv_of_head: Int[Tensor, "h"]
-    scale: Float[Tensor, "h"]
+    kv_of_head: Int[Tensor, " h"]
+    scale: Float[Tensor, " h"]
     c_Q: Float[Tensor, "h d_head"]
     c_K: Float[Tensor, "g d_head"]
 

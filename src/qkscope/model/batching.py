@@ -37,7 +37,7 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def index_on(device: torch.device, numbers: tuple[int, ...]) -> Int[Tensor, "n"]:
+def index_on(device: torch.device, numbers: tuple[int, ...]) -> Int[Tensor, " n"]:
     """Move numbers to a device, once: small GPU calls cost more than their work."""
     return torch.tensor(numbers).to(device, non_blocking=True)
 
@@ -84,7 +84,7 @@ class _Layer(NamedTuple):
     plan: Plan
     q: Float[Tensor, "n h d"]
     k: Float[Tensor, "b g t d"]
-    sinks: Float[Tensor, "h"] | None
+    sinks: Float[Tensor, " h"] | None
 
 
 class _Kind(NamedTuple):
@@ -334,7 +334,7 @@ class Picker:
         return _cat(sums, 0), _cat(tops, 0)
 
     def finish(
-        self, example: Int[Tensor, "b"], labels: Mapping[str, Tensor], logits: Tensor | None = None
+        self, example: Int[Tensor, " b"], labels: Mapping[str, Tensor], logits: Tensor | None = None
     ) -> Capture:
         """Make the capture, after the forward."""
         if not bool(self.q.sum(dtype=torch.float64).isfinite()):

@@ -197,14 +197,14 @@ class Places:
     anything.
     """
 
-    row: Int[Tensor, "b"]
-    query: Int[Tensor, "b"]
+    row: Int[Tensor, " b"]
+    query: Int[Tensor, " b"]
     keys: Int[Tensor, "b k"]
     key_mask: Bool[Tensor, "b k"]
 
     @classmethod
     def everywhere(
-        cls, row: Int[Tensor, "b"], query: Int[Tensor, "b"], mask: Int[Tensor, "n t"]
+        cls, row: Int[Tensor, " b"], query: Int[Tensor, " b"], mask: Int[Tensor, "n t"]
     ) -> Places:
         """Take each token of a query's sequence as a key: slot j is column j of the batch."""
         columns = torch.arange(mask.shape[1], device=mask.device)
@@ -268,14 +268,14 @@ class Capture:
     heads: tuple[Head, ...]
     q: Float[Tensor, "b h d"]
     k: Float[Tensor, "b g k d"]
-    kv_of_head: Int[Tensor, "h"]
+    kv_of_head: Int[Tensor, " h"]
     key_mask: Bool[Tensor, "b k"]
-    scale: Float[Tensor, "h"]
-    softcap: Float[Tensor, "h"] | None
+    scale: Float[Tensor, " h"]
+    softcap: Float[Tensor, " h"] | None
     bias: Float[Tensor, "b h k"]
     rest: Float[Tensor, "b h"] | None
-    example: Int[Tensor, "b"]
-    query_positions: Int[Tensor, "b"]
+    example: Int[Tensor, " b"]
+    query_positions: Int[Tensor, " b"]
     key_positions: Int[Tensor, "b k"]
     labels: Mapping[str, Int[Tensor, "b k"]] = field(default_factory=dict)
     logits: Float[Tensor, "b v"] | None = None
@@ -309,7 +309,7 @@ class Capture:
             raise BadInput("attention needs the whole row: capture with rest=True.")
         return self.rows().attention()
 
-    def of_rows(self, rows: Int[Tensor, "n"]) -> Capture:
+    def of_rows(self, rows: Int[Tensor, " n"]) -> Capture:
         """A capture of some of the rows, in this order."""
         changes: dict[str, Any] = {}
         for name in _PER_ROW:

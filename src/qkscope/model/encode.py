@@ -62,7 +62,7 @@ class Encoding:
 
     inputs: dict[str, Tensor]
     places: Places
-    example: Int[Tensor, "b"]
+    example: Int[Tensor, " b"]
     labels: dict[str, Int[Tensor, "b k"]]
     examples: Sequence[Example] = ()
 

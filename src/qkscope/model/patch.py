@@ -41,10 +41,10 @@ class Edit:
 
     head: Head
     kind: Literal["keys", "queries", "logits", "outputs"]
-    row: Int[Tensor, "n"]
-    query: Int[Tensor, "n"]
-    key: Int[Tensor, "n"]
-    value: Float[Tensor, "n *d"]
+    row: Int[Tensor, " n"]
+    query: Int[Tensor, " n"]
+    key: Int[Tensor, " n"]
+    value: Float[Tensor, " n *d"]
 
     def __repr__(self) -> str:
         return f"Edit({self.kind} of {self.head} at {len(self.row)} places)"
@@ -71,7 +71,7 @@ class Edit:
 
     @classmethod
     def queries(
-        cls, head: Head | str, positions: Int[Tensor, "b"], values: Float[Tensor, "b d"]
+        cls, head: Head | str, positions: Int[Tensor, " b"], values: Float[Tensor, "b d"]
     ) -> Edit:
         """Give one head another query at one position of each sequence.
 
@@ -92,7 +92,7 @@ class Edit:
     def logits(
         cls,
         head: Head | str,
-        queries: Int[Tensor, "b"],
+        queries: Int[Tensor, " b"],
         positions: Int[Tensor, "b k"],
         values: Float[Tensor, "b k"],
     ) -> Edit:
@@ -117,7 +117,9 @@ class Edit:
         return cls(Head.parse(head), "logits", row, queries[row], place, values[row, slot])
 
     @classmethod
-    def outputs(cls, head: Head | str, rows: Bool[Tensor, "b"], value: Float[Tensor, "e"]) -> Edit:
+    def outputs(
+        cls, head: Head | str, rows: Bool[Tensor, " b"], value: Float[Tensor, " e"]
+    ) -> Edit:
         """Set a head's output to one vector at every token of some sequences, for all later layers.
 
         Parameters

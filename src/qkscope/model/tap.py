@@ -101,7 +101,7 @@ class Call:
     scale: float
     causal: bool
     softcap: float | None = None
-    sinks: Float[Tensor, "h"] | None = None
+    sinks: Float[Tensor, " h"] | None = None
     layer: int = -1  # numbered when it is shown
     biases: tuple[str, ...] = ()
     rotary: Rotary | None = None
@@ -143,7 +143,9 @@ class Call:
         rows = self.mask_rows(batch, query)
         return rows.unflatten(0, (n_batch, n_queries)).transpose(1, 2)
 
-    def mask_rows(self, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> Float[Tensor, "r m t"]:
+    def mask_rows(
+        self, batch: Int[Tensor, " r"], query: Int[Tensor, " r"]
+    ) -> Float[Tensor, "r m t"]:
         """The additive mask (0, -inf or a bias) of chosen queries; m is 1, or h if heads differ."""
         n_keys = self.k.shape[2]
         if self.mask is None:
@@ -156,7 +158,7 @@ class Call:
         rows = self.mask[batch, :, query]
         return additive(rows[..., :n_keys])
 
-    def _causal_rows(self, query: Int[Tensor, "r"]) -> Float[Tensor, "r t"]:
+    def _causal_rows(self, query: Int[Tensor, " r"]) -> Float[Tensor, "r t"]:
         """The mask of a call that passes no tensor: the keys after a query, where it is causal."""
         n_queries = self.q.shape[2]
         n_keys = self.k.shape[2]
@@ -169,7 +171,7 @@ class Call:
 
     @torch.no_grad()
     def rows(
-        self, head: int | Int[Tensor, "r"], batch: Int[Tensor, "r"], query: Int[Tensor, "r"]
+        self, head: int | Int[Tensor, " r"], batch: Int[Tensor, " r"], query: Int[Tensor, " r"]
     ) -> AttentionRows:
         """Attention rows at chosen queries over all keys, of one head or of one head a row."""
         device = self.q.device

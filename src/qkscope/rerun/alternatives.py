@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,8 @@ _STEM = 4  # letters that two forms of a word share at least
 _ENDING = 3  # letters that they may differ in at the end
 
 Ids = tuple[int, ...]
+Source = Literal["near", "likely", "fit", "random"]
+"""Where a word that takes another's place comes from."""
 
 
 @dataclass(frozen=True, order=True)
@@ -245,6 +247,7 @@ class Alternatives:
         self._kept: dict[tuple[Word, int], list[Ids]] = {}
         self._likely: dict[tuple[Word, int], list[Ids]] = {}
         self._ranked: dict[int, Int[Tensor, " k"]] = {}
+        self._nearest: dict[Ids, Ids | None] = {}
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
         """Up to ``count`` other words for one, likely and random ones in turn; fewer if its shape
@@ -266,6 +269,15 @@ class Alternatives:
         tokens = near_tokens(self.again.scope, self.ids[word.start], count, self.barred)
         return [(token,) for token in tokens]
 
+    def nearest(self, ids: Ids) -> Ids | None:
+        """The word nearest to another one in the input embedding; None for a word of pieces."""
+        if len(ids) > 1:
+            return None
+        if ids not in self._nearest:
+            tokens = near_tokens(self.again.scope, ids[0], 1, self.barred)
+            self._nearest[ids] = (tokens[0],) if tokens else None
+        return self._nearest[ids]
+
     def likely(self, word: Word, count: int) -> list[Ids]:
         """What the model finds likely in a word's place, after what precedes, the likeliest first."""
         self.prepare([word], count)
@@ -276,6 +288,29 @@ class Alternatives:
         if self._is_cut(word):
             return self._characters(word, count)
         return self._drawn(word, count)
+
+    def by_source(self, word: Word, count: int, random: int) -> dict[Source, list[Ids]]:
+        """Up to ``count`` near and likely words each, and ``random`` ones that are none of these."""
+        found: dict[Source, list[Ids]] = {
+            "near": self.near(word, count),
+            "likely": self.likely(word, count),
+        }
+        of_a_kind = {*found["near"], *found["likely"]}
+        drawn = [ids for ids in self.random(word, 2 * count) if ids not in of_a_kind]
+        found["random"] = drawn[:random]
+        return found
+
+    def first_chances(self, words: Sequence[Word]) -> dict[Word, Float[Tensor, " v"]]:
+        """Log-probabilities of every first token in the places of some words, after what precedes;
+        zeros in the place of the first word.
+        """
+        before = sorted({word.start - 1 for word in words} - {-1})
+        chances = {-1: torch.zeros(self.lexicon.size)}
+        if before:
+            at = torch.tensor(before)[:, None]
+            logits = self._next_tokens(self.again.ids.cpu()[at], at)
+            chances |= dict(zip(before, logits.float().log_softmax(-1).cpu(), strict=True))
+        return {word: chances[word.start - 1] for word in words}
 
     def _is_cut(self, word: Word) -> bool:
         """Whether a word has a character that the tokenizer cuts into pieces."""

@@ -25,10 +25,13 @@ class Reruns:
     attention : by prompt, the rows that were asked for; where a row's query did not run, the row of
         the unchanged prompt.
     logits : of the next token, where they were asked for.
+    likelihood : by place that ran, the log-probability of the token behind it, where it was asked
+        for; 0 at places that did not run.
     """
 
     attention: Float[Tensor, "b n t"]
     logits: Float[Tensor, "b v"] | None
+    likelihood: Float[Tensor, "b t"] | None = None
 
 
 @dataclass(frozen=True)

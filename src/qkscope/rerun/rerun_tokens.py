@@ -158,6 +158,7 @@ class Again:
         *,
         rows: Sequence[Sequence[Row | Hidden]] = (),
         logits: bool = False,
+        likelihood: bool = False,
     ) -> Reruns:
         """Run some tokens of changed prompts, among keys and values of the unchanged one.
 
@@ -169,9 +170,12 @@ class Again:
         reads : rows of attention that are read.
         rows : of each prompt, changes of attention at tokens that run.
         logits : whether next-token logits are wanted.
+        likelihood : whether the log-probabilities of the tokens behind those that run are wanted,
+            in place of logits.
         """
         attention = self.attention(reads).repeat(len(ids), 1, 1)
         next_tokens: dict[int, Tensor] = {}
+        likely = torch.zeros(ids.shape, device=attention.device) if likelihood else None
         widths = runs.sum(1)
         ends = runs.shape[1] - 1 - runs.flip(1).int().argmax(1)
         order = widths.argsort(descending=True, stable=True)
@@ -184,12 +188,15 @@ class Again:
             prompts = self._prompts(ids[batch], at, ends[batch])
             changed = [rows[number] for number in batch.tolist()] if rows else [()] * len(batch)
             step = _Batch(self, prompts, reads, changed)
-            found, after = step.run(attention[batch.to(attention.device)], logits)
+            found, after = step.run(attention[batch.to(attention.device)], logits, likelihood)
             attention[batch.to(attention.device)] = found
-            if after is not None:
+            if likely is not None:
+                assert after is not None
+                likely[batch.to(likely.device)] = _behind_each(after, ids[batch], prompts.at)
+            elif after is not None:
                 next_tokens |= dict(zip(batch.tolist(), after, strict=True))
         every = [next_tokens[number] for number in range(len(next_tokens))]
-        return Reruns(attention, torch.stack(every) if every else None)
+        return Reruns(attention, torch.stack(every) if every else None, likely)
 
     def attention(self, reads: Sequence[Read]) -> Float[Tensor, "n t"]:
         """Rows of attention of the unchanged prompt."""
@@ -248,11 +255,15 @@ class _Batch:
 
     @torch.no_grad()
     def run(
-        self, attention: Float[Tensor, "b n t"], logits: bool
+        self, attention: Float[Tensor, "b n t"], logits: bool, everywhere: bool = False
     ) -> tuple[Float[Tensor, "b n t"], Float[Tensor, "b v"] | None]:
-        """Run up to the last layer that is read, or to the logits; fill in attention where it ran."""
+        """Run up to the last layer that is read, or to the logits; fill in attention where it ran.
+
+        Logits are those of the last token of each prompt, or of all tokens that ran ``everywhere``,
+        prompt by prompt.
+        """
         layers = layer_reads(self.reads)
-        last = None if logits else max(layers)
+        last = None if logits or everywhere else max(layers)
 
         def visit(call: Call) -> None:
             if call.layer in layers:
@@ -265,6 +276,10 @@ class _Batch:
         row = torch.arange(len(attention), device=self.prompts.at.device)
         nothing = self.prompts.at[:, :0]
         read = Places(row, self.prompts.ends, nothing, nothing.bool())
+        if everywhere:
+            slots = torch.arange(self.prompts.at.shape[1], device=row.device)
+            rows, slots = torch.cartesian_prod(row, slots).unbind(1)
+            read = Places(rows, slots, nothing, nothing.bool())
         scores = self.base.scope.watch(
             self.prompts.inputs,
             visit,
@@ -353,6 +368,18 @@ def _with_changes(
             new = change.logits.to(logits)[columns]
             logits = new.masked_fill(logits == -torch.inf, -torch.inf)
     return logits
+
+
+def _behind_each(
+    logits: Float[Tensor, "bs v"], ids: Int[Tensor, "b t"], at: Int[Tensor, "b s"]
+) -> Float[Tensor, "b t"]:
+    """Log-probability of the token behind each place that ran; 0 at others, and at the last."""
+    ids = ids.to(at)
+    behind = ids.roll(-1, 1).gather(1, at).flatten()
+    chances = logits.gather(1, behind[:, None].to(logits.device))[:, 0] - logits.logsumexp(1)
+    by_place = chances.new_zeros(ids.shape).scatter(1, at, chances.view(at.shape).to(at.device))
+    by_place[:, -1] = 0
+    return by_place
 
 
 def first_places(runs: Bool[Tensor, "b t"], width: int) -> Int[Tensor, "b s"]:

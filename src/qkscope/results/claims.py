@@ -30,7 +30,9 @@ REASONS = (
     "small model",
     "other setting",
     "not run here",
+    "needs default",
 )
+NEEDS_DEFAULT = "needs default"
 _VERDICTS = {True: "holds", None: "tie", False: "fails"}
 
 
@@ -95,7 +97,9 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """``holds``, ``tie`` or ``fails``."""
+        """``holds``, ``tie`` or ``fails``; ``needs default`` of a run too short to fail."""
+        if self.holds is False and self.reason == NEEDS_DEFAULT:
+            return NEEDS_DEFAULT
         return _VERDICTS[self.holds]
 
     @property

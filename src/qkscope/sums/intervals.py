@@ -23,7 +23,7 @@ _RANDOM_ORDERS = 999  # beside which neighbours are compared
 
 
 def clustered_bootstrap(
-    values: Float[Tensor, "n *cols"],
+    values: Float[Tensor, " n *cols"],
     prompts: Tensor,
     *,
     draws: int = 2000,

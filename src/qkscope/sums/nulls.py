@@ -35,6 +35,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkscope.heads import Center
+
 Sums = Float[Tensor, "*n a 2 a"]  # Σ w [q; 1] [k; 1]ᵀ over + and over −; a = d + 1
 _TINY = 1e-300  # keeps a division by a spread of 0 finite, in float64
 

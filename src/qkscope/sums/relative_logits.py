@@ -134,7 +134,7 @@ class Measurement(NamedTuple):
     Values by name, how far parts miss their sum, and which prompts count.
     """
 
-    values: Mapping[Any, Float[Tensor, "n *v"]]
+    values: Mapping[Any, Float[Tensor, " n *v"]]
     error: Float[Tensor, " n"] | None = None
     used: Bool[Tensor, " n"] | None = None
     kept: Any = None

@@ -9,5 +9,6 @@ settings; out goes each figure's `Result` and its drawing. Files in reading orde
   `category_views` (6), `binding_views` (8, 17), `swap_plots` (how swaps are drawn), `filter_swaps`
   (7, 19), `binding_swaps` (9, 18, 20), `logit_split` (10), `entity_counts` (16), `category_sums`
   (categories as the released script sums them).
-- Of both, ours: `truth` (how near swaps come to the feature exchanged in the input).
+- Of both, ours: `truth` (how near swaps come to the feature exchanged in the input), `planted_cut`
+  (where a subspace is cut).
 """

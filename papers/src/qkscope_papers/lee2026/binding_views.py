@@ -46,6 +46,7 @@ from qkscope_papers.tables import (
     plane_axes,
     scatter_sides,
 )
+from qkscope_papers.tables import share_of as share_of_runs
 
 log = logging.getLogger(__name__)
 _WORDS = 9  # lexical labels drawn; more colours cannot be told apart
@@ -209,7 +210,15 @@ def _claims(rows: list[Row], head: str, control: str, projected: bool) -> list[C
         apart = [row["head"] for row in others if row["apart_on_pc1"] >= 0.95]
         aligned = [row["head"] for row in others if row["cosine"] > row["cosine_shuffled_high"]]
         clustered = [row["head"] for row in others if row["clusters_low"] > 2 * row["chance"]]
+        most_align = share_of_runs(row["head"] in aligned for row in others)
+        most_cluster = share_of_runs(row["head"] in clustered for row in others)
         claims += [
+            Claim(f"{feature}: at most heads that bind keys and queries of one label align (share of heads above 95% "
+                  "of random pairings, the paper's subspace)", "§5.2, Fig. 8: alignment between keys and queries",
+                  most_align.mean, None, "ours > 0.5", **most_align.ends, **_elsewhere(here, aligned)),
+            Claim(f"{feature}: at most heads that bind keys cluster by label (share of heads above twice chance, the "
+                  "paper's subspace)", "§5.2, Fig. 8: clear clusters", most_cluster.mean, None, "ours > 0.5",
+                  **most_cluster.ends, **_elsewhere(here, clustered)),
             Claim(f"{feature}: PC 1 separates keys from queries (AUC, the paper's subspace; control: a head at "
                   "chance)", "Fig. 8: PC 1 encodes keys versus queries", theirs["apart_on_pc1"],
                   other["apart_on_pc1"], "ours >= 0.95", **ends_of(theirs, "apart_on_pc1"), **_elsewhere(here, apart)),

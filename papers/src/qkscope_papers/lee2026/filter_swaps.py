@@ -8,6 +8,7 @@ ones, so what one loses the other gains, 0 in the mean in any head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from qkscope.results.claims import Claim
@@ -33,7 +34,11 @@ def run(settings: Settings, second: bool = False) -> Result:
     heads = session.found("filter", again).heads
     form = session.form("filter", again)
     answer = _answer(tables["swap"], form)
-    claims = _claims(tables, [str(head) for head in heads], second)
+    no_head = session.no_such_head(session.found("filter", again))
+    claims = [
+        replace(claim, lenient=no_head)
+        for claim in _claims(tables, [str(head) for head in heads], second)
+    ]
     return settings.result(
         answer, tables, claims, model=session.scope.name, about=session.about(form=form)
     )

@@ -15,7 +15,7 @@ basis. What the paper says is judged by its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist, median
 from typing import Any, Literal, TypeVar
@@ -35,7 +35,7 @@ from qkscope.verbs.decompose import decompose
 from qkscope.verbs.find_heads import Ranking, Score, find_heads
 from qkscope_papers.models import random_weights
 from qkscope_papers.registry import EMBEDDED, Settings
-from qkscope_papers.tables import Row, pick
+from qkscope_papers.tables import Estimate, Row, pick
 
 T = TypeVar("T")
 Kind = Literal["filter", "binding"]
@@ -46,6 +46,7 @@ SECOND = "gemma3-270m" if is_installed("gemma3-270m") else EMBEDDED
 """The second model; the first where there is no other."""
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
+NO_SUCH_HEAD = "no such head"
 RANDOM = "random:"
 _FORMS: dict[Kind, tuple[str, str]] = {
     "filter": ("list", "bullets"),
@@ -84,6 +85,24 @@ WORK = {
 }  # fmt: skip
 
 
+def few(work: ModelWork, n: int) -> ModelWork:
+    """These counts with n prompts of each kind, for models that take seconds a prompt.
+
+    What the model answers when a swap is written into it is left out: it takes a run for every swap.
+    """
+    return replace(
+        work,
+        choose=n,
+        category=max(n // 5, 2),
+        fine=max(n // 16, 1),
+        binding=n,
+        counts=n,
+        test=n,
+        downstream=0,
+        batch_size=8,
+    )
+
+
 @dataclass(frozen=True)
 class HeadChoice:
     """Heads chosen on a task, first the one to show, and a head at chance: the control."""
@@ -110,6 +129,18 @@ class HeadChoice:
         half = (row["ratio_high"] - row["ratio_low"]) / (2 * NormalDist().inv_cdf(0.975)) * z
         return {**row, "row_low": low, "row_high": high, "ratio_low": row["ratio"] - half,
                 "ratio_high": row["ratio"] + half}  # fmt: skip
+
+    def share_that_pass(self) -> Estimate:
+        """The share of all heads that pass the paper's rule for binding.
+
+        Its ends count heads whose corrected interval lies above the rule, and not below it.
+        """
+        rows = [self.row(Head.parse(row["head"])) for row in self.ranking.tables["heads"]]
+        passing = {
+            name: sum(row[name] >= THRESHOLD for row in rows) / len(rows)
+            for name in ("row_accuracy", "row_low", "row_high")
+        }
+        return Estimate(*passing.values())
 
 
 def choose_heads(ranking: Ranking, kind: Kind, most: int) -> HeadChoice:
@@ -151,12 +182,14 @@ def _control(rows: list[Row], heads: list[Head]) -> Head:
 class FigureSession:
     """A model and what was found in it so far."""
 
-    def __init__(self, model: str, preset: str, seed: int, device: str) -> None:
+    def __init__(
+        self, model: str, preset: str, seed: int, device: str, n: int | None = None
+    ) -> None:
         self.model = model
         self.preset = preset
         self.seed = seed
         self.device = device
-        self.work = WORK[preset]
+        self.work = WORK[preset] if n is None else few(WORK[preset], n)
         self._made: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -165,6 +198,13 @@ class FigureSession:
             self._made[key] = make()
         made: T = self._made[key]
         return made
+
+    def no_such_head(self, found: HeadChoice) -> str:
+        """What to say of heads that do not attend to what is asked; empty where the best does."""
+        share = found.row(found.heads[0])["row_accuracy"]
+        if share >= THRESHOLD:
+            return ""
+        return f"{NO_SUCH_HEAD}: the best looks at an asked item first in {share:.0%} of prompts"
 
     @cached_property
     def scope(self) -> Scope:
@@ -288,9 +328,9 @@ class FigureSession:
 
 def session_of(settings: Settings) -> FigureSession:
     """The session of an invocation: figures asked for together find each other's fits."""
-    return _session(settings.model, settings.preset, settings.seed, settings.device)
+    return _session(settings.model, settings.preset, settings.seed, settings.device, settings.n)
 
 
 @lru_cache(maxsize=1)  # one model in memory at a time
-def _session(model: str, preset: str, seed: int, device: str) -> FigureSession:
-    return FigureSession(model, preset, seed, device)
+def _session(model: str, preset: str, seed: int, device: str, n: int | None) -> FigureSession:
+    return FigureSession(model, preset, seed, device, n)

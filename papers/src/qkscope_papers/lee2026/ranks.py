@@ -53,6 +53,7 @@ from qkscope_papers.tables import (
 
 WHERE = ("below", "boundary", "above")
 _ROWS_AT_ONCE = 4096
+_RECOVERED = 0.975  # of the heads, where the paper says wherever
 _ROUNDED = 0.985  # what is written as 99%
 _OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (
     ("discrete", 8),
@@ -195,10 +196,10 @@ def _claims(rows: list[Row], lr: float) -> list[Claim]:
     claims = [
         Claim("both ranks are recovered wherever r1 + r2 < d_head (share of heads, 99% rule)",
               "Fig. 2, 11: recovers the rank of each latent variable as long as r1 + r2 < d_head",
-              found.mean, None, "ours >= 0.975", **found.ends, why=_missed(below)),
+              found.mean, None, f"ours >= {_RECOVERED}", **found.ends, why=_missed(below)),
         Claim("... and where r1 + r2 = d_head (share of heads, 99% rule; control: above the null)",
               "Fig. 5, 11: as long as r1 + r2 ≤ d_head", at_edge.mean, share_of(exact(edge, "null")).mean,
-              "ours >= 0.975", **at_edge.ends, why="The 99% rule leaves out a weak dimension of the head."),
+              f"ours >= {_RECOVERED}", **at_edge.ends, why="The 99% rule leaves out a weak dimension of the head."),
         Claim("the rank above the null is no worse than the 99% rule (share of heads)", "", null.mean, found.mean,
               "ours >= control", **null.ends),
         Claim("an exact rank (99% rule) shows that the head learned the latent; control: untrained heads",
@@ -211,6 +212,9 @@ def _claims(rows: list[Row], lr: float) -> list[Claim]:
               "§4, Fig. 2: otherwise, the model compresses both variables using less dimensions", lost.mean,
               found.mean, "ours < 0.5 * control", **lost.ends),
     ]  # fmt: skip
+    certain = share_of([True] * len(below)).low
+    if certain < _RECOVERED:  # so few heads cannot hold, even if all are right: the table has them
+        claims = claims[2:]
     rate: dict[str, Any] = {
         "reason": "counter-finding" if lr == WORK["paper"].lr else "not run as described"
     }

@@ -39,9 +39,13 @@ def _by_head(result: Result) -> dict[str, dict[str, Row]]:
     return cells
 
 
-def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Files:
+def draw_full(
+    result: Result, conditions: Shown, heads: int | None = None, paper: Shown = ()
+) -> Files:
     """The first heads with every condition, the curve of the first, and what the model then
     answers.
+
+    ``paper``: the conditions that the paper's own figure has, which are drawn first and apart.
     """
     cells = _by_head(result)
     shown = list(cells)[:heads]
@@ -51,9 +55,11 @@ def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Fi
     for i, head in enumerate(shown):
         top = figure.add_subplot(grid[0, i])
         low = figure.add_subplot(grid[1, i])
-        _attention(top, cells[head], conditions, head)
+        _attention(top, cells[head], [*paper, *conditions], head)
         top.set_xticks([])
-        _shifts(low, cells[head], conditions)
+        _shifts(low, cells[head], [*paper, *conditions])
+        if paper:
+            _set_apart(top, low, len(paper))
         if i == 0:
             top.set_ylabel("attention")
             low.set_ylabel("shift")
@@ -87,6 +93,17 @@ def draw_multiples(result: Result, conditions: Shown) -> Files:
         axis.set_ylabel("attention")
     legend_below(figure, axes[0], 2)
     return files_of(result, figure)
+
+
+def _set_apart(top: Axes, low: Axes, count: int) -> None:
+    """A line behind the start and the paper's bars, and a heading on either side."""
+    edge = count + 0.5
+    for axis in (top, low):
+        axis.axvline(edge, color=INK, lw=1.0)
+        axis.axvspan(axis.get_xlim()[0], edge, color="#f3f0e6", zorder=-5)
+    look: Any = {"transform": low.get_xaxis_transform(), "fontsize": 8, "va": "top"}
+    low.text(edge - 0.1, 0.99, "the paper's bars", ha="right", **look)
+    low.text(edge + 0.1, 0.99, "ours, and controls", ha="left", **look)
 
 
 def _ticks(axis: Axes, labels: Sequence[str]) -> None:

@@ -98,7 +98,7 @@ def _scores(
     return Measurement(sums, kept=_banked(rows, derived_seed(seed, "bank", numbers[0])))
 
 
-def _side_sums(rows: HeadRows, side: Side, frame: Tensor) -> dict[str, Float[Tensor, "n *v"]]:
+def _side_sums(rows: HeadRows, side: Side, frame: Tensor) -> dict[str, Float[Tensor, " n *v"]]:
     """Sums over the places of one side, which give means, variances and patching scores."""
     stream = rows.streams[side].double()
     shown = _shown(rows, side).double()

@@ -455,7 +455,7 @@ class FeatureTest:
                 rows.append({**about, **of_copy})
         return rows
 
-    def _by_copy(self, values: Float[Tensor, "x *m"]) -> Sequence[Tensor]:
+    def _by_copy(self, values: Float[Tensor, " x *m"]) -> Sequence[Tensor]:
         """Values of the dictionary, and of the draws of each kind of copy."""
         draws = [self.draws] * len(NULLS)
         return values.split([1, *draws])

@@ -167,7 +167,7 @@ class Prompts:
         carried = list[Row]()
         if looks:
             because = Because(output.again, looks, self.seed)
-            for reason in because.reasons():
+            for reason in because.reasons(levels="undecided"):
                 text = reason.shown[0].text if reason.shown else ""
                 rows[reason.look.head] |= {"kind": reason.kind, "text": text}
                 if self.carriers:

@@ -59,6 +59,7 @@ def one_head(
     tables = {
         "attention": look.token_rows(),
         "because": reason.words if reason else [],
+        "words": reason.replaced if reason else [],
         "relation": [relation_row(finding) for finding in reason.findings] if reason else [],
         "carriers": carriers,
         "parts": parts,

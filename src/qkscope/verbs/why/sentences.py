@@ -16,6 +16,7 @@ from qkscope.findings.head_rows import ATTENDED
 from qkscope.findings.messages import (
     carried_clause,
     carrier_lines,
+    level_lines,
     reason_clause,
     relation_lines,
     token_name,
@@ -90,10 +91,14 @@ def lines_of(
     )
     lines = [f"By features: {features} of a logit of {one.total:.1f}." if features else ""]
     if reason:
-        lines += [*relation_lines(reason), *carrier_lines(tables["carriers"])]
+        groups = [[*relation_lines(reason)], [*level_lines(reason, reasons=True)]]
+        for group in reversed(groups) if reason.kind == "kind" else groups:
+            lines += group
+        lines += carrier_lines(tables["carriers"])
     lines.append(does_line(tables["output"]))
     if because and reason:
-        lines += [words_line(one.asked, because, reason), _beside_rule(one)]
+        lines += [words_line(one.asked, because, reason), *level_lines(reason, reasons=False)]
+        lines.append(_beside_rule(one))
     returned = (
         f"Share: with {word_name(row)} replaced, P({quoted(row['token'])}) is"
         f" {row['changed']:.1%}; restoring this head's attention alone gives"

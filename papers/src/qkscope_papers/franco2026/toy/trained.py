@@ -33,7 +33,7 @@ class ToyRun:
 
     cell: ToyCell
     steps: list[int]
-    weights: dict[str, Float[Tensor, "checks *s"]]
+    weights: dict[str, Float[Tensor, " checks *s"]]
     reason: str
     loss: float
 

@@ -2,5 +2,5 @@
 
 Everything about it is known. In reading order: `retrieval` (the task and a head), `stack` (many
 heads at once), `trained` (heads on disk), `ceilings` (the best any head can do), `train` (the
-verb).
+verb), `retrieval_plots` (what it draws).
 """

@@ -16,6 +16,7 @@ from qkscope.results.result import Result, provenance
 from qkscope_papers.fleet import check_trained
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import AS_WRITTEN, Retrieval, Variant
+from qkscope_papers.lee2026.toy.retrieval_plots import draw_heads
 from qkscope_papers.lee2026.toy.stack import HeadCell
 from qkscope_papers.lee2026.toy.trained import GRIDS, all_grids, grid, train_heads
 from qkscope_papers.tables import pick
@@ -39,7 +40,8 @@ def train_retrieval(
     contexts: int = 4096,
     show: Callable[[Result], object] = lambda result: None,
 ) -> Result:
-    """Train heads into ``out/heads`` (resuming what was interrupted) and write ``out/retrieval``.
+    """Train heads into ``out/heads`` (resuming what was interrupted) and write ``out/retrieval``, with
+    a picture.
 
     Parameters
     ----------
@@ -84,7 +86,7 @@ def train_retrieval(
         provenance=provenance(**asked, recipe=recipe.about(), device=device, as_written=as_written),
     )
     show(result)
-    result.write(folder)
+    result.write(folder, files=draw_heads(result, trained))
     return result
 
 
