@@ -1,251 +1,391 @@
-"""What the names of an atlas are worth, on unseen documents, labels and random weights.
+"""What the rules of an atlas are worth: rows on unseen text, heads replaced, random weights.
 
-    python bench/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on
-    python,packages,DIR] python bench/atlas_measure.py RUN --ship FILE --hardware "two CPU
-    cores" python bench/atlas_measure.py RUN --random 0 -n 16
+    python bench/atlas_measure.py table RUN --texts DIR          # fit, test, beside baselines
+    python bench/atlas_measure.py place RUN --texts DIR          # rules in heads' places
+    python bench/atlas_measure.py ceiling RUN --texts DIR        # a softmax trained on text alone
+    python bench/atlas_measure.py table RUN --texts python --random 0
+    python bench/atlas_measure.py ship FILE --runs RUN RUN … --hardware "two CPU cores"
 
-RUN is a folder that ``qkscope atlas`` wrote; where it is none, the atlas is made there, and the
-script says what it took (``--warm``: after a small one). Then it prints how well names predict on
-passages of unseen documents, their areas under the curve against labels from repeated random
-tokens, and what is left of copying with the heads named *induction* ablated, beside random heads of
-the same layers. ``--ship`` writes the file that comes with the package.
+``--texts DIR`` takes 24 files to fit on and 12 others to test on, 96 tokens of each from its 2,000th
+character on; ``--texts python`` Python's texts and, to test on, what packages say of themselves.
+``table`` keeps the rules in RUN, where ``place`` finds them. ``ship`` writes the file that comes
+with the package from the folders of ``qkscope atlas``, which may each have some of the heads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.metrics import roc_auc_score
+from jaxtyping import Float, Int
+from torch import Tensor
 
 import because_measure
 import qkscope as qk
-from qkscope.findings.head_jobs import DUPLICATE, INDUCTION, PREVIOUS
+from qkscope.changes import SaysAttention
+from qkscope.findings.rules import At, First, Near, Rule
+from qkscope.findings.shipped_atlas import Atlas, load_atlas, write_shipped
 from qkscope.heads import Head
-from qkscope.rerun.rerun_tokens import prompt_of
-from qkscope.results.result import Result
 from qkscope.sums.intervals import clustered_bootstrap
-from qkscope.texts.documents import Document, package_texts, python_texts, read_documents
+from qkscope.texts.documents import package_texts, python_texts
+from qkscope.texts.holdout import Passage
 from qkscope.verbs.atlas import atlas
-from qkscope.verbs.atlas import head_names as guesses
+from qkscope.verbs.atlas.costs import NextTokens
+from qkscope.verbs.atlas.patterns import Patterns, log_loss, row_overlap
+from qkscope.verbs.atlas.rule_fit import RuleFit
+from qkscope.verbs.atlas.word_classes import WordClasses
 from qkscope_papers.models import random_weights
 
-JOBS = (PREVIOUS, DUPLICATE, INDUCTION)
-# passages of unseen documents, and random tokens that are repeated
-TESTED = 60
-LENGTH = 32
+LENGTH, FIT, TEST = 96, 24, 12
+BEGIN, END = 2000, 5000  # characters of a file
+AHEAD = 0.02  # IoU beyond the mean row that counts
+SHARES = (0.1, 0.25, 0.5, 1.0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["table", "place", "ceiling", "ship"])
     parser.add_argument("run", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--texts", default="python")
-    parser.add_argument("-n", type=int, default=40)
-    parser.add_argument("--on", default="")
-    parser.add_argument("--random", type=int)
-    parser.add_argument("--warm", action="store_true")
-    for name in ("device", "ship", "hardware"):
-        parser.add_argument(f"--{name}")
-    asked = parser.parse_args()
-    scope = qk.Scope.load(asked.model, device=asked.device)
-    documents = texts(asked.texts)
-    if asked.random is not None:
-        scope = random_weights(scope.model.config, scope.tokenizer, scope.device, asked.random)
-        (first,) = atlas.passages_of(scope, documents, 1, atlas.LENGTH, 0)
-        because_measure.peaked(scope, torch.tensor(first.ids, device=scope.device))
-    if not (asked.run / "results.json").exists():
-        make = partial(qk.atlas, scope, None if asked.texts == "python" else documents)
-        if asked.warm:
-            make(2, test=2, progress=False)
-        start = time.process_time()
-        wall = make(asked.n, test=asked.n, out=asked.run).seconds
-        cpu = time.process_time() - start
-        print(
-            f"{asked.n} passages on {scope.device.type}: {wall:.1f} s, {cpu:.1f} CPU-seconds",
-            flush=True,
+    parser.add_argument("--fit", type=int, default=FIT)
+    parser.add_argument("--test", type=int, default=TEST)
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--every", type=int, default=1, help="Every so many heads of all.")
+    parser.add_argument("--random", type=int, help="Seed of random weights, peaked.")
+    parser.add_argument("--flat", action="store_true", help="Random weights as initialised.")
+    parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
+    parser.add_argument("--ways", nargs="*", default=["rule", "mean row"])
+    parser.add_argument("--runs", type=Path, nargs="*", default=[])
+    parser.add_argument("--hardware", default="two CPU cores")
+    given = parser.parse_args()
+    if given.what == "ship":
+        ship(given)
+        return
+    scope = qk.Scope.load(given.model)
+    fitted, tested = passages(scope, given)
+    if given.random is not None:
+        scope = random_weights(scope.model.config, scope.tokenizer, scope.device, given.random)
+        if not given.flat:
+            because_measure.peaked(scope, torch.tensor(fitted[0].ids, device=scope.device))
+    begun = time.process_time()
+    {"table": table, "place": place, "ceiling": ceiling}[given.what](scope, fitted, tested, given)
+    print(f"{time.process_time() - begun:.0f} CPU-seconds, {torch.get_num_threads()} threads")
+
+
+def passages(scope: qk.Scope, given: argparse.Namespace) -> tuple[list[Passage], list[Passage]]:
+    """What rules are fitted on, and what they are tested on."""
+    if given.texts == "python":
+        cut = lambda texts, count, side: atlas.passages_of(  # noqa: E731
+            scope, texts, count, given.length, 0, side
         )
-    names = Result.read(asked.run)
-    if asked.ship:
-        ship(names, asked)
-    print(names.answer)
-    if asked.random is None and not asked.ship:
-        score(scope, names, documents, asked.on)
+        return cut(python_texts(docstrings=True), given.fit, "fit"), cut(
+            package_texts(), given.test, "test"
+        )
+    files = sorted(Path(given.texts).glob("*.txt"))[: given.fit + given.test]
+    made = []
+    for number, file in enumerate(files):
+        text = file.read_text("utf-8")[BEGIN:END]
+        ids = scope.tokenizer(text, add_special_tokens=False)["input_ids"][: given.length]
+        made.append(Passage(file.name, number, tuple(ids)))
+    return made[: given.fit], made[given.fit :]
 
 
-def texts(name: str) -> tuple[Document, ...]:
-    """Python's texts, what packages say of themselves, or a folder."""
-    if name in ("python", "packages"):
-        return python_texts(docstrings=True) if name == "python" else package_texts()
-    return tuple(read_documents([Path(name)]))
+def chosen_heads(scope: qk.Scope, given: argparse.Namespace) -> list[Head]:
+    """Every so many heads."""
+    return list(scope.heads())[:: given.every]
 
 
-def ship(names: Result, asked: argparse.Namespace) -> None:
-    """Write the heads, their names and their jobs, with what made them."""
-    heads = [
-        {name: round(x, 3) if isinstance(x, float) else x for name, x in row.items()}
-        for row in names.table()
-    ]
-    for row in heads:
-        own = (job for job in names.tables["jobs"] if job["head"] == row["head"])
-        row["jobs"] = {job["job"]: round(job["share"], 3) for job in own}
-    made = {name: names.provenance[name] for name in ("command", "asked", "versions")}
-    command = (
-        made["command"] or f"python bench/atlas_measure.py RUN --model {asked.model} -n {asked.n}"
-    )
-    made |= {
-        "command": command,
-        "date": f"{date.today()}",
-        "hardware": asked.hardware,
-        "answer": names.answer,
+# ---------------------------------------------------------------------- rows on unseen text
+
+
+@dataclass
+class Scores:
+    """What one way to say heads' rows reaches, by head.
+
+    Attributes
+    ----------
+    iou, loss : by head, by tested document.
+    rules : by head.
+    """
+
+    iou: list[Tensor] = field(default_factory=list)
+    loss: list[Tensor] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)
+
+    def add(self, rule: Rule, test: Patterns, h: int) -> None:
+        """Score a head's rule."""
+        says = test.rows(rule.attention(test.ids))
+        own = test.of_head(h)
+        self.rules.append(rule)
+        self.iou.append(_by_group(row_overlap(says, own), test.groups))
+        self.loss.append(_by_group(log_loss(says, own), test.groups))
+
+
+def _by_group(values: Float[Tensor, " r"], groups: Int[Tensor, " r"]) -> Float[Tensor, " g"]:
+    """Means by document."""
+    _, number = groups.unique(return_inverse=True)
+    size = int(number.max()) + 1
+    total = torch.zeros(size).index_add(0, number, values)
+    return total / torch.bincount(number, minlength=size)
+
+
+def conditional_rest(rule: Rule) -> float:
+    """The weight of rest, and of all tokens by distance at a kind of query."""
+    weight = rule.rest
+    for share, part in rule.parts:
+        then = part.then if isinstance(part, At) else part
+        weight += share * isinstance(then, Near)
+    return weight
+
+
+def table(
+    scope: qk.Scope, fitted: Sequence[Passage], tested: Sequence[Passage], given: argparse.Namespace
+) -> None:
+    """Print IoU, log-loss and shares of heads of every way; keep the rules."""
+    heads = chosen_heads(scope, given)
+    fit = Patterns.of(scope, heads, fitted)
+    test = Patterns.of(scope, heads, tested)
+    classes = WordClasses.of(scope, torch.tensor([i for passage in fitted for i in passage.ids]))
+    with_kinds = RuleFit(fit, classes)
+    without = RuleFit(fit, classes, kinds=False)
+    ways: dict[str, Callable[[int], Rule]] = {
+        "first token": lambda h: Rule([(1.0, First())]),
+        "best offset": with_kinds.best_offset,
+        "mean row": with_kinds.mean_row,
+        "five, no kinds": without.rule,
+        "rule": with_kinds.rule,
     }
-    Path(asked.ship).write_text(
-        json.dumps({"made": made, "heads": heads}, ensure_ascii=False, indent=0) + "\n"
+    scores = {name: Scores() for name in ways}
+    for h in range(len(heads)):
+        for name, rule_of in ways.items():
+            scores[name].add(rule_of(h), test, h)
+    scores["another head's rule"] = Scores()
+    for h in range(len(heads)):
+        other = scores["rule"].rules[(h + len(heads) // 2) % len(heads)]
+        scores["another head's rule"].add(other, test, h)
+    print(f"{len(heads)} heads, {len(fitted)} passages to fit, {len(tested)} to test")
+    for name, of_way in scores.items():
+        print(_line(name, of_way, scores["mean row"]))
+    given.run.mkdir(parents=True, exist_ok=True)
+    kept = {
+        name: {str(head): rule.to_json() for head, rule in zip(heads, own.rules, strict=True)}
+        for name, own in scores.items()
+    }
+    kept["order"] = _easiest(heads, fit, scores["rule"].rules)
+    kept["classes"] = classes.of_token.tolist()
+    (given.run / "rules.json").write_text(json.dumps(kept), "utf-8")
+
+
+def _line(name: str, of_way: Scores, mean_row: Scores) -> str:
+    """A row of the table; intervals by document."""
+    iou = torch.stack(of_way.iou)
+    gain = iou - torch.stack(mean_row.iou)
+    groups = torch.arange(iou.shape[1])
+    low, high = clustered_bootstrap(iou.mean(0).double()[:, None], groups)
+    ahead = float((gain.mean(1) > AHEAD).float().mean())
+    worse = float((gain.mean(1) < -AHEAD).float().mean())
+    rest = sum(rule.rest > 0.5 for rule in of_way.rules) / len(of_way.rules)
+    with_near = sum(conditional_rest(rule) > 0.5 for rule in of_way.rules) / len(of_way.rules)
+    loss = float(torch.stack(of_way.loss).mean())
+    gained = clustered_bootstrap(gain.mean(0).double()[:, None], groups)
+    ends = f"{float(gain.mean()):+.3f} [{float(gained[0]):+.3f}, {float(gained[1]):+.3f}]"
+    best = float((iou.mean(1) >= 0.75).float().mean())
+    return (
+        f"{name:20} IoU {float(iou.mean()):.3f} [{float(low):.3f}, {float(high):.3f}], over the mean "
+        f"row {ends}; > {AHEAD} ahead {ahead:.0%}, behind {worse:.0%}; >= .75 {best:.0%}; log-loss "
+        f"{loss:.3f}; rest > .5 {rest:.0%}, with what goes by distance at a kind {with_near:.0%}; "
+        f"{dict(Counter(rule.name for rule in of_way.rules).most_common(8))}"
     )
 
 
-def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: str) -> None:
-    """Say what the names of all heads are worth."""
-    rows = names.tables["atlas"]
-    jobs = names.tables["jobs"]
-    heads = tuple(scope.heads())
-    print(dict(Counter(row["kind"] for row in rows)))
-    for kind in JOBS:
-        print(
-            f"  {kind}: "
-            + "; ".join(f"{row['head']} {row['name']}" for row in rows if row["kind"] == kind)
-        )
-    labels(scope, jobs)
-    ablated(scope, [row["head"] for row in rows if row["kind"] == INDUCTION], jobs)
-    sights = partial(atlas.passages_of, scope, length=atlas.LENGTH, seed=0)
-    fit = guesses.Sights.of(scope, heads, sights(documents, names.provenance["asked"]["n"]))
-    for name in filter(None, on.split(",")):
-        test = guesses.Sights.of(scope, heads, sights(texts(name), TESTED, side="test"))
-        said(guesses.score_rows(rows, jobs, fit, test), name)
-        pooled(rows, jobs, fit, test)
+def _easiest(heads: Sequence[Head], fit: Patterns, rules: Sequence[Rule]) -> list[str]:
+    """Heads by how well their rules give their rows in the passages that these were fitted on."""
+    ious = []
+    for h, rule in enumerate(rules):
+        says = fit.rows(rule.attention(fit.ids))
+        ious.append(float(row_overlap(says, fit.of_head(h)).mean()))
+    order = torch.tensor(ious).argsort(descending=True).tolist()
+    return [str(heads[h]) for h in order]
 
 
-def said(scores: list[dict[str, Any]], on: str) -> None:
-    """How often the name is right, beside the baselines."""
-    for text, some in (
-        (
-            "names that are no offset",
-            [row for row in scores if not row["kind"].startswith(guesses.NO_RULE)],
-        ),
-        ("all heads", scores),
-    ):
-        n = len(some)
-        means = {
-            name: round(sum(row[name] for row in some) / n, 3)
-            for name in ("name", *guesses.BASELINES)
-        }
-        better = sum(row["low"] > 0 for row in some)
-        worse = sum(row["high"] < 0 for row in some)
-        lower = sum(row["loss_high"] < 0 for row in some)
-        higher = sum(row["loss_low"] > 0 for row in some)
-        print(
-            f"  on {on}, {text} ({n}): better than the best offset {better / n:.0%}, worse "
-            f"{worse / n:.0%}; {means};"
-        )
-        print(f"    log-loss lower with the name at {lower} heads, higher at {higher}")
+# ---------------------------------------------------------------------- in heads' places
 
 
-def pooled(rows: list[Any], jobs: list[Any], fit: guesses.Sights, test: guesses.Sights) -> None:
-    """Log-loss over all heads without and with the name; the interval is by document."""
-    without = []
-    changes = []
-    groups = []
-    for h, row in enumerate(rows):
-        shares = {job["job"]: job["share"] for job in jobs if job["head"] == row["head"]}
-        losses = guesses.Guesses(h, dict(list(shares.items())[:3]), fit).losses(fit, test)
-        without.append(losses[0])
-        changes.append(losses[1] - losses[0])
-        groups += [test.passages[i].group for i in test.of_head(h)[0].tolist()]
-    change = torch.cat(changes).double()
-    low, high = clustered_bootstrap(change[:, None], torch.tensor(groups))
-    ends = f"{change.mean():+.3f} [{low[0]:+.3f}, {high[0]:+.3f}]"
-    print(f"    all looks: log-loss {torch.cat(without).mean():.3f}, with the name {ends}")
+class Remembered:
+    """A rule that works out each text once."""
+
+    def __init__(self, rule: SaysAttention) -> None:
+        self.rule = rule
+        self.known = dict[tuple[int, ...], Tensor]()
+
+    def attention(self, ids: Int[Tensor, " t"]) -> Float[Tensor, "t t"]:
+        """The rule's pattern."""
+        key = tuple(ids.tolist())
+        if key not in self.known:
+            self.known[key] = self.rule.attention(ids)
+        return self.known[key]
 
 
-# ---------------------------------------------------------------------- repeated random tokens
+def place(
+    scope: qk.Scope, fitted: Sequence[Passage], tested: Sequence[Passage], given: argparse.Namespace
+) -> None:
+    """Print the rise of perplexity with shares of heads replaced, the easiest first and at random."""
+    kept = json.loads((given.run / "rules.json").read_text("utf-8"))
+    order = kept["order"]
+    tokens = NextTokens(scope, tested)
+    before = tokens.log_loss()
+    print(f"perplexity {float(torch.tensor(before).exp()):.1f}; rise in per cent:")
+    for way in given.ways:
+        after = _loss_with(scope, tokens, kept, way)
+        for share in given.shares:
+            count = int(share * len(order))
+            orders = [order]
+            if share < 1:
+                orders += [_at_random(order, seed) for seed in range(given.draws)]
+            rises = [100 * (after(own[:count]) - before) for own in orders]
+            rises = [100 * float(torch.tensor(rise / 100).expm1()) for rise in rises]
+            line = f"  {way:20} {share:.0%}: easiest first {rises[0]:.1f}"
+            if rises[1:]:
+                drawn = torch.tensor(rises[1:])
+                each = " ".join(f"{rise:.0f}" for rise in rises[1:])
+                line += f"; at random, {len(drawn)} draws: mean {drawn.mean():.1f} ({each})"
+            print(line, flush=True)
 
 
-def repeated(scope: qk.Scope, count: int = 16, length: int = LENGTH) -> torch.Tensor:
-    """So many tokens, drawn at random, twice in a row, behind what the tokenizer puts in front of
-    any text.
-    """
-    ids = torch.randint(1000, 40000, (count, length), generator=torch.Generator().manual_seed(0))
-    start = torch.tensor(scope.tokenizer("")["input_ids"], dtype=torch.long).expand(count, -1)
-    return torch.cat([start, ids, ids], dim=1).to(scope.device)
+def _at_random(order: Sequence[str], seed: int) -> list[str]:
+    """The heads in another order."""
+    numbers = torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))
+    return [sorted(order)[i] for i in numbers.tolist()]
 
 
-def labels(scope: qk.Scope, jobs: list[dict[str, Any]]) -> None:
-    """Areas under the curve of each job's share against labels from repeated random tokens
-    (attention above .3).
-    """
-    ids = repeated(scope)
-    scored = dict[int, dict[str, torch.Tensor]]()
-    half = LENGTH
-    index = torch.arange(LENGTH - 2, device=ids.device)
-    at = ids.shape[1] - half + 1 + index
+def _loss_with(
+    scope: qk.Scope, tokens: NextTokens, kept: dict[str, Any], way: str
+) -> Callable[[Sequence[str]], float]:
+    """The log-loss with some heads replaced in one way."""
+    if way == "mean ablation":
+
+        def ablated(heads: Sequence[str]) -> float:
+            with scope.ablate(*heads):
+                return tokens.log_loss()
+
+        return ablated
+    if way == "zero ablation":
+        return lambda heads: _zeroed(scope, tokens, heads)
+    rules = {
+        name: Remembered(Rule.from_json(data, kept["classes"])) for name, data in kept[way].items()
+    }
+    return lambda heads: tokens.log_loss({Head.parse(name): rules[name] for name in heads})
+
+
+def _zeroed(scope: qk.Scope, tokens: NextTokens, heads: Sequence[str]) -> float:
+    """The log-loss with heads that put out nothing."""
+    by_layer = dict[int, list[int]]()
+    for name in heads:
+        head = Head.parse(name)
+        by_layer.setdefault(head.layer, []).append(head.index)
 
     def visit(call: Any) -> None:
-        weights = call.attention(list(range(call.q.shape[1])))[:, :, at]
-        targets = zip(JOBS, (at - 1, at - half, at - half + 1), strict=True)
-        scored[call.layer] = {job: weights[:, :, index, key].mean((0, 2)) for job, key in targets}
+        for index in by_layer.get(call.layer, ()):
+            call.outputs[index] = torch.zeros_like
 
-    scope.watch(prompt_of(scope, ids), visit)
-    for job in JOBS:
-        truth = [float(scored[head.layer][job][head.index]) > 0.3 for head in scope.heads()]
-        share = {row["head"]: row["share"] for row in jobs if row["job"] == job}
-        area = roc_auc_score(truth, [share.get(str(head), 0.0) for head in scope.heads()])
-        print(
-            f"  labels from repeated random tokens, {job} ({sum(truth)} heads): area under the "
-            f"curve {area:.3f}"
-        )
+    logits = scope.watch(tokens.inputs, visit, logits_at=tokens.places)
+    return float(torch.nn.functional.cross_entropy(logits.float(), tokens.next_ids))
 
 
-def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> None:
-    """Accuracy on the second copy with heads ablated together, beside random sets of the same
-    layers.
+# ---------------------------------------------------------------------- the ceiling of text alone
+
+
+def ceiling(
+    scope: qk.Scope, fitted: Sequence[Passage], tested: Sequence[Passage], given: argparse.Namespace
+) -> None:
+    """Print the IoU of a softmax trained for each head: a bias by distance, copies, and 64
+    directions of the embedding as a bias of the key.
     """
-    if not heads:
-        return
+    heads = chosen_heads(scope, given)
+    fit = Patterns.of(scope, heads, fitted)
+    test = Patterns.of(scope, heads, tested)
+    weight = scope.model.get_input_embeddings().weight.detach().float()
+    rows = weight - weight.mean(0)
+    directions = torch.linalg.svd(rows[fit.ids.flatten()], full_matrices=False).Vh[:64]
+    codes = rows @ directions.T
+    codes = codes / codes[fit.ids.flatten()].std(0)
+    scores = []
+    for h in range(len(heads)):
+        logits = _trained(fit, h, codes)
+        says = test.rows(logits(test.ids).softmax(-1).detach())
+        scores.append(float(row_overlap(says, test.of_head(h)).mean()))
+    print(f"trained softmax, {len(heads)} heads: IoU {sum(scores) / len(scores):.3f}")
 
-    def accuracy(some: list[str]) -> float:
-        ids = repeated(scope)
-        with torch.no_grad(), ExitStack() as stack:
-            if some:
-                stack.enter_context(scope.ablate(*some))
-            model = stack.enter_context(scope.patched([]))
-            logits = model(**prompt_of(scope, ids), use_cache=False, logits_to_keep=LENGTH).logits
-        return float((logits[:, :-1].argmax(-1) == ids[:, 1 - LENGTH :]).float().mean())
 
-    draws = random.Random(0)
-    before = accuracy([])
-    previous = max((row for row in jobs if row["job"] == PREVIOUS), key=lambda row: row["share"])
-    others = {
-        head: [str(h) for h in scope.heads() if h.layer == Head.parse(head).layer] for head in heads
+def _trained(
+    fit: Patterns, h: int, codes: Float[Tensor, "v k"], steps: int = 150
+) -> Callable[[Tensor], Tensor]:
+    """Logits of one head from text, trained by Adam."""
+    length = fit.ids.shape[1]
+    places = torch.arange(length)
+    back = (places[:, None] - places).clamp(min=0)
+    later = torch.ones(length, length).triu(1).bool()
+    by_distance = torch.zeros(length, requires_grad=True)
+    on_first = torch.zeros(length, requires_grad=True)
+    of_copies = torch.zeros(2, requires_grad=True)
+    of_key = torch.zeros(codes.shape[1], requires_grad=True)
+    parameters = [by_distance, on_first, of_copies, of_key]
+
+    def logits(ids: Int[Tensor, "p t"]) -> Float[Tensor, "p t t"]:
+        before = torch.cat([torch.full_like(ids[:, :1], -1), ids[:, :-1]], 1)
+        same = (ids[:, :, None] == ids[:, None]) & (back > 0)
+        after = (ids[:, :, None] == before[:, None]) & (back > 0)
+        scores = by_distance[back] + (codes[ids] @ of_key)[:, None]
+        scores = scores + of_copies[0] * same + of_copies[1] * after
+        first = torch.zeros_like(scores)
+        first[:, :, 0] = on_first
+        return (scores + first).masked_fill(later, -torch.inf)
+
+    own = fit.of_head(h)
+    train = torch.optim.Adam(parameters, lr=0.1)
+    for _ in range(steps):
+        said = fit.rows(logits(fit.ids).log_softmax(-1).clamp(min=-30))
+        loss = -(own * said).sum(-1).mean() + 1e-4 * of_key.square().sum()
+        train.zero_grad()
+        loss.backward()
+        train.step()
+    return logits
+
+
+# ---------------------------------------------------------------------- the file that ships
+
+
+def ship(given: argparse.Namespace) -> None:
+    """Write the atlas that comes with the package."""
+    parts = [load_atlas(run) for run in given.runs]
+    first = parts[0]
+    by_head: Callable[[Any], Head] = lambda row: Head.parse(row["head"])  # noqa: E731
+    tables = {
+        name: sorted((row for part in parts for row in part.tables[name]), key=by_head)
+        for name in ("heads", "rules", "baselines")
     }
-    free = {head: [name for name in names if name not in heads] for head, names in others.items()}
-    sets = sorted(accuracy([draws.choice(free[head]) for head in heads]) for _ in range(20))
-    together = accuracy(heads)
-    single = {head: f"{accuracy([head]) / before - 1:+.0%}" for head in [*heads, previous["head"]]}
-    print(
-        f"  second copy right {before:.2f}; {len(heads)} induction heads ablated "
-        f"{together / before - 1:+.0%};"
-    )
-    low, median, high = (f"{sets[i] / before - 1:+.0%}" for i in (0, 10, -1))
-    print(f"    20 random sets: median {median}, {low} to {high}; each alone {single}")
+    asked = first.provenance["asked"]
+    answer = atlas.sentence(tables["heads"], tables["baselines"], asked["n"], asked["test"])
+    whole = Atlas("atlas", tables, arrays=first.arrays, model=first.model, answer=answer)
+    made = {name: first.provenance[name] for name in ("asked", "versions")}
+    made |= {
+        "command": f"qkscope atlas -n {asked['n']} --test {asked['test']} --model {first.model}",
+        "date": f"{date.today()}",
+        "hardware": given.hardware,
+        "answer": answer,
+    }
+    write_shipped(whole, given.run, made)
+    print(answer)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from qkscope.linear.attribution import values_of
 from qkscope.linear.reader import Reader
 from qkscope.model.encode import Encoding
 from qkscope.model.scope import Scope
-from qkscope.rerun.rerun_tokens import Again
+from qkscope.rerun.rerun_tokens import Again, prompt_of
 from qkscope.sums.bases import Projector
 from qkscope.sums.moments import Moments
 from qkscope.sums.relative_logits import relative_weights
@@ -34,7 +34,9 @@ from qkscope.sums.swap_algebra import SwapRows, swapped_keys
 from qkscope.texts.documents import python_texts
 from qkscope.texts.holdout import Passage
 from qkscope.texts.task import ANSWER, Unit
-from qkscope.verbs.atlas.head_names import Sights
+from qkscope.verbs.atlas.patterns import Patterns
+from qkscope.verbs.atlas.rule_fit import RuleFit
+from qkscope.verbs.atlas.word_classes import WordClasses
 from qkscope.verbs.decompose import decompose
 from qkscope.verbs.swap.features import Features
 from qkscope_bench.harness import Row, Seconds, compare, hardware, row
@@ -154,18 +156,26 @@ def because() -> Row:
 
 @row
 def atlas_overhead() -> Row:
-    """One passage of the atlas, a look of each of 270 heads, against plain forwards of its changed
-    passages.
+    """The attention of all 270 heads in four passages, read and given rules for one layer, against
+    the plain forward.
     """
     scope = _scope()
-    ids = _passage(scope, 64)
-    sights = Sights.of(scope, scope.heads(), [Passage("topic", 0, tuple(ids.tolist()))])
-    looks = []
-    for h, (head, own) in enumerate(zip(scope.heads(), sights.looks[0], strict=True)):
-        for q in own.nonzero()[:1, 0].tolist():
-            looks.append(Look(head, q, int(sights.keys[0, h, q])))
-    seconds = because_seconds(scope, ids, looks, 4, SCREEN)
-    return seconds.overhead(f"{len(looks)} looks in {len(ids)} tokens; {hardware(scope.device)}")
+    ids = _passage(scope, 4 * 64).view(4, 64)
+    passages = [Passage("topic", i, tuple(row)) for i, row in enumerate(ids.tolist())]
+    heads = scope.heads()
+
+    def rules() -> None:
+        patterns = Patterns.of(scope, heads, passages)
+        fit = RuleFit(patterns.of_heads(range(9)), WordClasses.of(scope, ids.flatten()))
+        for h in range(9):
+            fit.rule(h)
+
+    @torch.no_grad()
+    def plain() -> None:
+        scope.model(**prompt_of(scope, ids), use_cache=False)
+
+    seconds = compare(plain, rules)
+    return seconds.overhead(f"{len(heads)} heads, 4×64 tokens; {hardware(scope.device)}")
 
 
 # ---------------------------------------------------------------- who wrote the query and the key

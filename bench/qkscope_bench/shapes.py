@@ -184,9 +184,9 @@ def naming(shape: str, passages: int, length: int) -> Row:
         found.append(made)
 
     seconds = compare(plain, ours, warm=False)
-    looks = sum(row["looks"] for row in found[0].tables["atlas"])
+    queries = sum(row["n"] for row in found[0].tables["heads"])
     heads = f"{len(scope.heads()):,} heads"
-    return seconds.overhead(f"{heads}, {passages}×{length} tokens, {looks:,} looks")
+    return seconds.overhead(f"{heads}, {passages}×{length} tokens, {queries:,} queries")
 
 
 def _tops(scope: Scope, batch: Encoding, heads: list[Head]) -> Tensor:

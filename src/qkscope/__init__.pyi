@@ -2,6 +2,7 @@
 from qkscope import sums as sums
 from qkscope.errors import BadInput as BadInput
 from qkscope.examples import Example as Example
+from qkscope.findings.shipped_atlas import load_atlas as load_atlas
 from qkscope.model.dictionary import Dictionary as Dictionary
 from qkscope.model.scope import Scope as Scope
 from qkscope.results.result import Result as Result

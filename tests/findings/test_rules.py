@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from qkscope.errors import BadInput
+from qkscope.findings.distances import STEPS, Distances, step_number
 from qkscope.findings.rules import (
-    STEPS,
     AfterCopy,
     At,
     Decay,
-    Distances,
+    Else,
     First,
     Kind,
+    Near,
     Offset,
     OfKind,
     Rest,
     Rule,
     SameWord,
-    step_number,
 )
 
 #        0  1  2  3  4  5  6  7
@@ -54,6 +54,8 @@ def on(*places):
         (OfKind(Kind(frozenset([4]))), [0]),  # no such word: the first token
         (At(FIVES, Offset(2)), [5]),
         (At(Kind(frozenset([8])), Offset(2), Offset(1)), [6]),
+        (Else(AfterCopy(), Offset(1)), [5]),
+        (Else(OfKind(Kind(frozenset([4]))), Offset(1)), [6]),  # no such word: the other part
     ],
 )
 def test_a_part_gives_the_row_that_its_name_says(part, places):
@@ -78,6 +80,9 @@ def test_the_table_of_distances_is_the_mean_row_and_words_of_a_kind_fade_by_it()
     rest = Rule([(1.0, Rest())], table).attention(torch.arange(length))
     assert float((rest - pattern)[1:].abs().sum(1).max()) < 0.06  # farther distances share an entry
     assert float(rest[30, 0]) == pytest.approx(0.4, abs=0.001)
+    near = Rule([(1.0, Near())], table).attention(torch.arange(length))
+    without_first = pattern[30, 1:] / pattern[30, 1:].sum()
+    assert float((near[30, 1:] - without_first).abs().sum()) < 0.1
     fading = last_row(OfKind(FIVES), table)
     weights = torch.tensor([table.back[6], table.back[3], table.back[0]])
     torch.testing.assert_close(fading[[1, 4, 7]], weights / weights.sum())

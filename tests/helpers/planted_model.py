@@ -111,7 +111,8 @@ def named(kind: str, seed: int) -> tuple[str, Result]:
         words = [OBJECTS[seed], *draws.sample(OBJECTS[len(KINDS) + 1 :], 13)]
         texts.append(" ".join(draws.sample(words, 14) + draws.sample(words, 14)))
     scope = planted({Head(0, seed % 3): 0.3} if kind == "induction" else {}, seed, reader=kind)
-    name = {"position": ("previous token", "position -2", "position -3")[seed % 3]}.get(kind, kind)
+    position = ("previous token", "position -2", "position -3")[seed % 3]
+    name = {"position": position, "key word": "kind"}.get(kind, kind)
     return name, qk.atlas(
         scope, texts, 8, test=8, heads=READER, length=30, seed=seed, progress=False
     )
@@ -120,9 +121,8 @@ def named(kind: str, seed: int) -> tuple[str, Result]:
 if __name__ == "__main__":  # how many of 20 planted heads are named right
     results = [named(kind, seed) for kind in KINDS for seed in range(5)]
     for name, made in results:
-        score = made.tables["scores"][0]
-        said = f"right {score['name']:.2f}, the best offset {score['offset']:.2f}"
-        print(f"planted {name}: {made.table()[0]['name']}; {said}")
-    print(
-        f"named right: {sum(made.table()[0]['kind'] == name for name, made in results)} of {len(results)}"
-    )
+        row = made.table()[0]
+        ious = f"IoU {row['iou']:.2f}, mean row {row['mean_row_iou']:.2f}"
+        print(f"planted {name}: {row['kind']}; {ious}; {row['rule']}")
+    right = sum(made.table()[0]["kind"] == name for name, made in results)
+    print(f"named right: {right} of {len(results)}")

@@ -8,6 +8,7 @@ lengths (`qkscope_papers.families`), so that the prompts are beyond all of them.
 import copy
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -56,6 +57,18 @@ class Noted(Because):
         return found
 
 
+class Plain(Because):
+    """`Because` that runs its prompts by plain eager transformers."""
+
+    def rows(self, prompts, ends=()):
+        if not len(prompts):
+            return super().rows(prompts, ends)
+        more = len(prompts[0]) - len(self.ids)
+        found = plain_rows(self.model, torch.stack(prompts), self.looks, more)
+        self.reruns.append(Reruns(prompts, found, more))
+        return found
+
+
 def cases() -> Iterator[tuple[str, int, str]]:
     """Each family with each query; seeds in turn, or all where they are wanted."""
     for number, family in enumerate(FAMILIES):
@@ -74,13 +87,21 @@ def test_changed_prompts_attend_as_plain_transformers_does(nano, family, seed, q
     again = Again.of(scope, prompt)
     looks = [strongest_look(again, layer, at) for layer in again.calls]
     because = Noted(again, looks, count=3)
-    because.reruns = []
-    because.reasons()
+    plain = Plain(again, looks, count=3)
+    plain.model = model
+    because.reruns, plain.reruns = [], []
+    found, wanted = because.reasons(), plain.reasons()
     assert because.reruns
-    for run in because.reruns:
-        plain = plain_rows(model, torch.stack(run.prompts), looks, run.more)
-        error = float((run.rows - plain).abs().max())
-        assert error <= CLOSE
+    for ours, theirs in zip(because.reruns, plain.reruns, strict=True):
+        assert torch.equal(torch.stack(ours.prompts), torch.stack(theirs.prompts))
+        assert (ours.rows - theirs.rows).abs().max() <= CLOSE
+    assert [said(reason) for reason in found] == [said(reason) for reason in wanted]
+
+
+def said(reason):
+    """The causes of a look, and what is found of their relation."""
+    causes = {(row["position"], row["cause"]) for row in reason.words}
+    return causes, {(finding.kind, finding.positions) for finding in reason.findings}
 
 
 def strongest_look(again: Again, layer: int, query: int) -> Look:
@@ -155,22 +176,50 @@ def off(found: Tensor, plain: Tensor) -> float:
     return float((found - plain).abs().max() / plain.abs().max())
 
 
-def test_changes_of_a_late_layer_run_the_layers_before_it_once(nano, monkeypatch):
-    again = Again.of(nano, nano.encode(["hat: O jam: Z cat: B jam:"]).inputs["input_ids"][0])
-    changes = [[Output(Writer.parse(f"L2H{index}"))] for index in range(4)]
+def test_what_changed_prompts_share_runs_once_and_heads_are_hidden_from_their_layer_on(nano):
+    """Against the reference, with tokens counted by layer."""
+    prompt = nano.encode(["hat: O jam: Z cat: B jam:"]).inputs["input_ids"][0]
+    again = Again.of(nano, prompt)
+    pairs = [[Words((4, 10), (word, other))] for word in (7, 9) for other in (7, 9, 12)]
     reads = [(Head(2, 3), 11)]
-    rerun(again, changes, reads, logits=True)  # the way is tried once
-    tokens = [0, 0, 0]
+    with counting(nano) as tokens:
+        found = rerun(again, pairs, reads)
+    assert tokens[:2] == [2 * 6 + 6 * 2] * 2  # 4 to 9 once for each word, 10 and 11 for each pair
+    rows = [run_plainly(nano, prompt, own).attention[2][3, 11] for own in pairs]
+    assert (found.attention[:, 0] - torch.stack(rows)).abs().max() <= CLOSE
+    edges = [(Head(layer, index % 4), index % 11) for layer in range(3) for index in range(88)]
+    again.hidden(11, edges)  # the way is tried once
+    with counting(nano) as tokens:
+        logits = again.hidden(11, edges)
+    assert tokens == [89, 177, 265]
+    for (head, key), row in list(zip(edges, logits, strict=True))[::11]:
+        plain = run_plainly(nano, prompt, [Hidden(head, key, 11)]).logits[11]
+        assert off(row, plain) <= CLOSE
 
-    def count(layer, args):
-        tokens[layer] += args[0].shape[0] * args[0].shape[1]
 
-    layers = nano.model.model.layers
+@contextmanager
+def counting(scope):
+    """Tokens that run through the MLP of each layer in a ``with`` block."""
+    layers = scope.model.model.layers
+    tokens = [0] * len(layers)
+
+    def count(number, args):
+        tokens[number] += args[0].shape[0] * args[0].shape[1]
+
     hooks = [
         layer.mlp.register_forward_pre_hook(lambda _m, args, n=n: count(n, args))
         for n, layer in enumerate(layers)
     ]
     with cleared(hooks):
+        yield tokens
+
+
+def test_changes_of_a_late_layer_run_the_layers_before_it_once(nano):
+    again = Again.of(nano, nano.encode(["hat: O jam: Z cat: B jam:"]).inputs["input_ids"][0])
+    changes = [[Output(Writer.parse(f"L2H{index}"))] for index in range(4)]
+    reads = [(Head(2, 3), 11)]
+    rerun(again, changes, reads, logits=True)  # the way is tried once
+    with counting(nano) as tokens:
         found = rerun(again, changes, reads, logits=True)
     assert tokens == [12, 12, 60]
     plain = [run_plainly(nano, again.ids, own) for own in changes]
@@ -267,6 +316,28 @@ def test_the_short_way_is_compared_once_and_again_beyond_each_length_and_doublin
     assert compared == [(True, first), (True, 0), (True, 0), (False, 2), (False, 0), (False, first)]
 
 
+def test_a_short_way_beyond_a_length_is_compared_for_every_length_of_prompts(monkeypatch):
+    """Blocks of keys times their number is a length that no config names."""
+    scope = qk.Scope.from_model(tiny_model("gemma2"))
+    lengths = counted(scope, monkeypatch)
+    compared = []
+    for length in (20, 20, 21, 28):
+        again = Again.of(scope, torch.tensor(ids(length)))
+        before = len(lengths)
+        assert again.runs_alone()
+        assert again.runs_alone()
+        compared.append(len(lengths) - before)
+    assert compared == [2, 0, 2, 2]
+
+
+def test_keys_that_are_no_tokens_are_refused_in_words():
+    scope = qk.Scope.from_model(tiny_model("deepseek_v4"))
+    with pytest.raises(
+        qk.BadInput, match=r"keys that are no tokens \(layer \d has \d+ keys for 34"
+    ):
+        Again.of(scope, torch.tensor(ids(34)))
+
+
 def test_a_model_that_was_checked_keeps_its_ways(tmp_path, own_cache, monkeypatch):
     tiny_model("llama").save_pretrained(tmp_path / "model")
     scopes = [qk.Scope.load(tmp_path / "model") for _ in range(2)]
@@ -282,3 +353,18 @@ def test_a_prompt_whose_other_tokens_look_ahead_runs_whole():
     again = Again.of(scope, torch.tensor(ids(20)))
     assert not again.runs_alone()
     assert not again.runs_alone(10)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32", "qwen3_next"])
+def test_log_probabilities_behind_a_change_are_those_of_the_reference(family):
+    scope = qk.Scope.from_model(tiny_model(family), check=False)
+    prompt = torch.tensor(ids(LENGTH))
+    changes = [Words((4,), (7,)), Words((4, 20), (7, 9)), Words((28,), (5,))]
+    changed = torch.stack([change.applied(prompt) for change in changes])
+    runs = torch.stack([torch.arange(LENGTH) >= change.places[0] for change in changes])
+    found = Again.of(scope, prompt).run(changed, runs, likelihood=True).likelihood
+    for number, change in enumerate(changes):
+        chances = run_plainly(scope, prompt, [change]).logits.log_softmax(-1)
+        behind = chances[:-1].gather(1, changed[number, 1:, None])[:, 0]
+        shown = runs[number, :-1]
+        assert (found[number, :-1] - behind)[shown].abs().max() <= 1e-4

@@ -170,7 +170,7 @@ def test_what_an_atlas_says_of_a_head_stands_here(nano, tmp_path):
     session = Session(nano, read_features(found.write(tmp_path / "found"), nano))
     answer = session.why(PROMPT, 10, "L1H1")
     assert session.describe()["names"] == {"L1H1": "induction"}
-    assert answer["about"] == f"On text: {found.table()[0]['name']}."
+    assert answer["about"] == f"On text: {found.table()[0]['rule']}."
     assert answer["texts"] == [
         row for row in found.to_json()["tables"]["examples"] if row["head"] == "L1H1"
     ]

@@ -438,7 +438,7 @@ _SWAP = Command(
 _ATLAS = Command(
     "atlas",
     "qkscope.verbs.atlas.atlas:atlas",
-    "Name every head by what decides where it looks on plain text.",
+    "Give every head a rule that can take its place, fitted on plain text.",
     options=(
         argument(
             "sources",

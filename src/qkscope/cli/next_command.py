@@ -157,11 +157,12 @@ def _after_decompose(typed: Typed, result: Result) -> str:
 
 
 def _after_atlas(typed: Typed, result: Result) -> str:
-    """Ask why of the strongest look of a head that has a reason, induction first."""
+    """Ask why of the strongest look of a head, induction heads first."""
+    kinds = {row["head"]: row["kind"] for row in result.tables["heads"]}
     looks = result.tables["examples"]
     if not looks:
         return command("view", typed["out"])
-    induction = [row for row in looks if row["job"] == "induction"]
+    induction = [row for row in looks if kinds[row["head"]] == "induction"]
     strongest = max(induction or looks, key=lambda row: float(row["attention"]))
     text = "".join(strongest["tokens"][: strongest["query"] + 1])
     return command("why", text, head=strongest["head"], **_chosen(typed, *_OF_MODEL))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from threading import Event
 from typing import Annotated, Any, Literal
 
@@ -20,9 +21,8 @@ import qkscope as qk
 from qkscope import BadInput, Example, Result
 from qkscope.checking import Seed, checked_call
 from qkscope.cli.declarations import COMMANDS
-from qkscope.findings.head_jobs import known_jobs
 from qkscope.findings.prompt_trace import AskedPrompt
-from qkscope.findings.task_batches import made_with
+from qkscope.findings.shipped_atlas import known_atlas
 from qkscope.heads import parse_heads
 from qkscope.results.tables import tables_of
 from qkscope.show.session import Session
@@ -51,7 +51,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "heads": ("heads",),
     "trace": ("writers", "cuts"),
     "what_if": ("changes", "next"),
-    "atlas": ("atlas",),
+    "atlas": ("heads",),
 }
 """By tool, the tables of a reply; others are in it if they are named."""
 _SCHEMAS = {"circuit": "why", "what_if": "what if"}
@@ -153,20 +153,16 @@ def what_if(
 
 @tool
 def atlas(session: Session, heads: list[str] | None = None) -> Result:
-    """What heads do on plain text, where an atlas of this model ships with qkscope."""
-    jobs = known_jobs(session.scope.weights_hash)
-    if not jobs:
+    """What heads do on plain text, as rules, where an atlas of this model ships with qkscope."""
+    shipped = known_atlas(session.scope.weights_hash)
+    if shipped is None:
         raise BadInput(
             f"no atlas of {session.scope.name} ships with qkscope: run `qkscope atlas` to make one."
         )
     chosen = parse_heads(heads) if heads else session.scope.heads()
-    names = [str(session.scope.check(head)) for head in chosen]
-    rows = []
-    for name in names:
-        for job, share in jobs.get(name, {}).items():
-            rows.append({"head": name, "job": job, "share": share})
-    answer = f"What decides where {len(names)} heads look on plain text, with the share of looks."
-    return Result("atlas", {"atlas": rows}, answer=answer, **made_with(session.scope))
+    names = {str(session.scope.check(head)) for head in chosen}
+    rows = [row for row in shipped.table() if row["head"] in names]
+    return replace(shipped, tables={"heads": rows}, arrays={})
 
 
 def _example(session: Session, prompt: str) -> Example:

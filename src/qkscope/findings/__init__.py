@@ -24,8 +24,9 @@ need stands here. Files in reading order:
 - ``levels``: whether any word does in a word's place, a word of its kind, or this word alone
 - ``relations``: what relates these words: proposed, tested, judged
 - ``joint``: words that decide a look together: either is enough, or both are needed
+- ``distances``: a head's mean row by distance, as a table
 - ``rules``: what a head does, as a program: weighted parts that give its attention from text alone
-- ``head_jobs``: what a head does in one look, in the field's words; the atlases that ship
+- ``shipped_atlas``: the rules of a model's heads, and those that ship; a look beside its rule
 - ``carriers``: a word changed, and what few writers wrote put back
 - ``messages``: findings in words
 - ``verdicts``: what an answer may say of parts, cuts and their controls: the one rule

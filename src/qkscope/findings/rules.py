@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qkscope.checking import checked_class
 from qkscope.errors import BadInput
+from qkscope.findings.distances import Distances, step_number
 from qkscope.text import grouped
 
 #: The most parts of a rule.
@@ -28,9 +29,6 @@ MOST = 5
 #: From this share of *rest* on, a rule counts as none.
 MOSTLY_REST = 0.5
 _EXAMPLES = 4  # words of a kind that a sentence names
-#: Distances that a table holds apart; between two of them it is constant.
-STEPS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 14, 18, 24, 32, 48, 64, 96, 128)
-
 Which = Literal["last", "every"]
 
 
@@ -62,10 +60,14 @@ class Kind:
         more = " …" if len(self.tokens) > len(named) else ""
         return (", ".join(named) or f"{len(self.tokens)} tokens") + more
 
+    @cached_property
+    def _members(self) -> Int[Tensor, " n"]:
+        """Its tokens, in order."""
+        return torch.tensor(sorted(self.tokens), dtype=torch.int64)
+
     def holds(self, ids: Int[Tensor, "*b t"]) -> Bool[Tensor, "*b t"]:
         """Which tokens of a text are of this kind."""
-        members = torch.tensor(sorted(self.tokens), dtype=ids.dtype, device=ids.device)
-        return torch.isin(ids, members)
+        return torch.isin(ids, self._members.to(ids))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; of a kind made of word classes their numbers stand for the tokens."""
@@ -88,67 +90,6 @@ class Kind:
             wanted = torch.isin(torch.as_tensor(classes), torch.tensor(numbers))
             tokens = wanted.nonzero()[:, 0].tolist()
         return cls(frozenset(tokens), tuple(data.get("examples", ())), numbers)
-
-
-@dataclass(frozen=True)
-class Distances:
-    """A head's mean row by distance, the first token apart.
-
-    Parameters
-    ----------
-    back : mean attention on one token that stands so far back, at each of `STEPS`.
-    first : mean attention on the first token from a query at each of `STEPS`.
-    """
-
-    back: tuple[float, ...]
-    first: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.back) != len(STEPS) or len(self.first) != len(STEPS):
-            raise BadInput(f"a table of distances has {len(STEPS)} numbers for each of its sides.")
-
-    @classmethod
-    def of(cls, mean: Float[Tensor, "t t"]) -> Distances:
-        """Read the table off a mean pattern; rows are queries."""
-        length = len(mean)
-        steps = torch.arange(length)
-        number = step_number(steps)
-        # no row holds a last distance without the first token, so its mean is over none
-        counted = torch.arange(length - 1, -1, -1).clamp(min=0)
-        sums = torch.stack([mean.diagonal(-step)[1:].sum() for step in range(length)])
-        back = _mean_by(number, sums, counted)
-        first = _mean_by(number, mean[:, 0], torch.ones(length))
-        return cls(_digits(back), _digits(first))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"back": list(self.back), "first": list(self.first)}
-
-
-def step_number(steps: Int[Tensor, "*s"]) -> Int[Tensor, "*s"]:
-    """The number of the entry of a table of distances that holds each distance.
-
-    >>> step_number(torch.tensor([0, 9, 10, 500])).tolist()
-    [0, 9, 9, 18]
-    """
-    return torch.bucketize(steps, torch.tensor(STEPS, device=steps.device), right=True) - 1
-
-
-def _mean_by(
-    number: Int[Tensor, " t"], sums: Float[Tensor, " t"], counts: Float[Tensor, " t"]
-) -> Float[Tensor, " n"]:
-    """Means by entry; one that nothing falls into has that of the entry before."""
-    size = len(STEPS)
-    total = torch.zeros(size).index_add(0, number, sums.float())
-    count = torch.zeros(size).index_add(0, number, counts.float())
-    means = total / count.clamp(min=1)
-    last = int((count > 0).nonzero().max())
-    return torch.where(torch.arange(size) > last, means[last], means)
-
-
-def _digits(values: Iterable[float] | Tensor) -> tuple[float, ...]:
-    """Numbers of three digits."""
-    return tuple(float(f"{float(value):.3g}") for value in values)
 
 
 @dataclass(frozen=True)
@@ -312,6 +253,22 @@ class Decay(Part):
 
 @checked_class
 @dataclass(frozen=True)
+class Near(Part):
+    """Every token but the first, by the rule's table of distances."""
+
+    tag: ClassVar[str] = "by distance"
+    name = "near tokens"
+
+    def rows(self, text: Text) -> Float[Tensor, "t t"]:
+        """The table, scaled to sum to 1."""
+        return shared(text.by_distance)
+
+    def __str__(self) -> str:
+        return "all tokens by their distance"
+
+
+@checked_class
+@dataclass(frozen=True)
 class SameWord(Part):
     """Earlier copies of the query's token.
 
@@ -435,11 +392,51 @@ class At(Part):
         return f"at a word of the kind {self.kind}: {self.then}, else {self.otherwise}"
 
 
+@checked_class
+@dataclass(frozen=True)
+class Else(Part):
+    """What one part names, and where it names nothing another part: *a copy, else near tokens*.
+
+    Parameters
+    ----------
+    then : what the head does where it can.
+    otherwise : what it does where that names no token.
+    """
+
+    tag: ClassVar[str] = "else"
+    then: Part
+    otherwise: Part = field(default_factory=First)
+
+    @property
+    def name(self) -> str:
+        """That of what it does where it can."""
+        return self.then.name
+
+    def rows(self, text: Text) -> Float[Tensor, "*b t t"]:
+        """Row by row the one, or the other where that is empty."""
+        rows = self.then.rows(text)
+        return torch.where(rows.sum(-1, keepdim=True) > 0, rows, self.otherwise.rows(text))
+
+    def __str__(self) -> str:
+        return f"{self.then}, else {self.otherwise}"
+
+
 def _the(which: Which) -> str:
     return "the last" if which == "last" else "every"
 
 
-PARTS: tuple[type[Part], ...] = (First, Offset, Decay, SameWord, AfterCopy, OfKind, At, Rest)
+PARTS: tuple[type[Part], ...] = (
+    First,
+    Offset,
+    Decay,
+    Near,
+    SameWord,
+    AfterCopy,
+    OfKind,
+    At,
+    Else,
+    Rest,
+)
 _BY_TAG = {part.tag: part for part in PARTS}
 
 

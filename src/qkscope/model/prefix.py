@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from qkscope.model.capture_types import Places
 from qkscope.model.inputs import short_ids
@@ -96,90 +96,154 @@ class WholePrompts:
         """The values that a prompt's queries in a part read."""
         return part.v[prompt]
 
+    def cell(self, prompt: int, which: int) -> tuple[int, int]:
+        """The row and column of the inputs in which a token of a prompt runs."""
+        return prompt, which
+
+    @property
+    def slots(self) -> Int[Tensor, "b t"]:
+        """The number of each token among all that run."""
+        return torch.arange(self.at.numel(), device=self.at.device).view(self.at.shape)
+
+    def read_at(self, everywhere: bool = False) -> Places:
+        """Where in the inputs the last token of each prompt is, or every token."""
+        row = torch.arange(len(self.at), device=self.at.device)
+        query = self.ends
+        if everywhere:
+            row = row.repeat_interleave(self.at.shape[1])
+            query = self.at.flatten()
+        nothing = row[:, None][:, :0]
+        return Places(row, query, nothing, nothing.bool())
+
     def attend(self, call: Call) -> None:
         """Leave the call as it is: the model attends itself."""
 
 
 @dataclass(frozen=True)
 class TokensAlone:
-    """Tokens of changed prompts that run without the others, s of each of b prompts.
+    """Tokens of changed prompts that run without the others.
+
+    What a token is depends on what precedes it alone, so that a token that several prompts share
+    with all that runs before it runs once. Tokens stand in a grid of slots that is full, wherever
+    they stand in their prompts: attention does not depend on the order of keys.
 
     Attributes
     ----------
-    inputs : of the model.
-    at : places of the tokens that run, in order.
+    inputs : of the model: the grid.
+    at : by prompt, places of the tokens that run, in order; −1 in front where a prompt has fewer.
+    slots : by prompt, where in the grid these tokens are.
     ends : by prompt, which of the tokens that run is read last.
+    places : by slot, the place of its token.
+    keys : by slot, the key of `part` that stands at each place of its prompt.
     around : places of tokens that do not run in all prompts.
     calls : by layer, the attention calls of the unchanged prompt.
     """
 
     inputs: dict[str, Tensor]
     at: Int[Tensor, "b s"]
+    slots: Int[Tensor, "b s"]
     ends: Int[Tensor, " b"]
+    places: Int[Tensor, " n"]
+    keys: Int[Tensor, "n t"]
     around: Int[Tensor, " r"]
     calls: Mapping[int, Call]
 
     @classmethod
     def of(
-        cls, scope: Scope, calls: Mapping[int, Call], tokens: Int[Tensor, "b s"], at: Tensor
+        cls,
+        scope: Scope,
+        calls: Mapping[int, Call],
+        tokens: Int[Tensor, "b s"],
+        at: Int[Tensor, "b s"],
+        apart: Int[Tensor, " b"] | None = None,
     ) -> TokensAlone:
-        """Some tokens at their places, of prompts that are as in these calls elsewhere."""
+        """Some tokens at their places, of prompts that are as in these calls elsewhere.
+
+        Parameters
+        ----------
+        scope : the model.
+        calls : by layer, attention calls of the unchanged prompt.
+        tokens : ids, by prompt.
+        at : their places, in order; −1 in front where a prompt has fewer.
+        apart : by prompt, the place from which on its tokens are no other prompt's, whatever they
+            are.
+        """
         length = next(iter(calls.values())).k.shape[2]
-        runs_in = torch.bincount(at.flatten(), minlength=length)[: int(at.max())]
-        around = (runs_in < len(at)).nonzero()[:, 0]
-        inputs = {"input_ids": tokens, "position_ids": at + scope.facts.first_position}
-        return cls(inputs, at, torch.full_like(at[:, 0], at.shape[1] - 1), around, calls)
+        nodes = _Nodes.of(tokens, at, apart)
+        grid = _grid(scope, nodes, length)
+        is_filled = grid.flatten() >= 0
+        slot_of = torch.empty(len(nodes.places), dtype=torch.long)
+        slot_of[grid.flatten()[is_filled]] = is_filled.nonzero()[:, 0]
+        filled = grid.clamp_min(0)  # an empty slot runs any token, which nobody reads
+        places = torch.tensor(nodes.places)[filled].to(at)
+        inputs = {
+            "input_ids": torch.tensor(nodes.tokens)[filled].to(tokens),
+            "position_ids": places + scope.facts.first_position,
+        }
+        runs_in = torch.bincount(at[at >= 0].cpu(), minlength=length)
+        around = (runs_in[: int(at.max())] < len(at)).nonzero()[:, 0]
+        keys = nodes.keys(slot_of, around, grid.numel(), length)[filled.flatten()]
+        ends = torch.full_like(at[:, 0], at.shape[1] - 1)
+        slots = slot_of[torch.tensor(nodes.of_prompts)].to(at)
+        keys = keys.to(at.device)
+        around = around.to(at.device)
+        return cls(inputs, at, slots, ends, places.flatten(), keys, around, calls)
 
     @property
     def columns(self) -> Int[Tensor, " k"]:
-        """The place in the prompt of each key of `part`: of all that run, then of those around."""
-        return torch.cat([self.at.flatten(), self.around])
+        """The place in the prompt of each key of `part`: of all slots, then of those around."""
+        return torch.cat([self.places, self.around])
 
     @property
     def order(self) -> Int[Tensor, "b t"]:
         """By prompt, the key of `part` that stands at each place up to the last that runs."""
-        count, width = self.at.shape
-        order = self.at.new_zeros(count, int(self.at.max()) + 1)
-        keys = torch.arange(self.at.numel() + len(self.around), device=self.at.device)
-        order[:, self.around] = keys[self.at.numel() :]
-        return order.scatter(1, self.at, keys[: self.at.numel()].view(count, width))
+        return self.keys[self.slots[:, -1], : int(self.at.max()) + 1].long()
+
+    def cell(self, prompt: int, which: int) -> tuple[int, int]:
+        """The row and column of the inputs in which a token of a prompt runs."""
+        return divmod(int(self.slots[prompt, which]), self.inputs["input_ids"].shape[1])
+
+    def read_at(self, everywhere: bool = False) -> Places:
+        """Where in the inputs the last token of each prompt is, or every slot."""
+        slots = self.slots.gather(1, self.ends[:, None])[:, 0]
+        if everywhere:
+            slots = torch.arange(len(self.places), device=slots.device)
+        width = self.inputs["input_ids"].shape[1]
+        nothing = slots[:, None][:, :0]
+        return Places(slots // width, slots % width, nothing, nothing.bool())
 
     def part(self, call: Call, which: Int[Tensor, "b u"]) -> Call:
         """An attention call with the queries of some tokens alone: one row of b·u queries.
 
-        Keys around are the same for all prompts, so that they are not copied; of the tokens that
-        run each query sees those of its own prompt.
+        Keys around are the same for all prompts, so that they are not copied; of the slots each
+        query sees those of its own prompt.
         """
+        return self._part(call, self.slots.gather(1, which.to(self.slots)).flatten())
+
+    def _part(self, call: Call, slots: Int[Tensor, " m"]) -> Call:
+        """An attention call with the queries of some slots alone."""
         old = self.calls[call.layer]
-        at = self.at.to(call.q.device)
-        around = self.around.to(call.q.device)
-        which = which.to(call.q.device)
-        count, width = at.shape
-        prompts = torch.arange(count, device=at.device)
-        prompt = prompts.repeat_interleave(which.shape[1])  # of each query
-        places = at.gather(1, which).flatten()
-        mask = old.mask_rows(torch.zeros_like(prompt), places).transpose(0, 1)
-        steps = torch.arange(width, device=at.device)
-        own_places = at[prompt].expand(len(mask), -1, -1)
-        own_columns = (prompt[:, None] * width + steps).expand(len(mask), -1, -1)
-        hidden = mask.new_full((*mask.shape[:2], at.numel()), -torch.inf)
-        among_new = hidden.scatter(-1, own_columns, mask.gather(-1, own_places))
-        among_old = mask.scatter(-1, own_places, -torch.inf)[..., around]
-        q = call.q[prompts[:, None], :, which].flatten(0, 1).transpose(0, 1)
+        slots = slots.to(call.q.device)
+        around = self.around.to(slots)
+        q = call.q.transpose(1, 2).flatten(0, 1)[slots].transpose(0, 1)
         return replace(
             call,
             q=q[None],
-            k=self._new_and_old(call.k, old.k, around)[None],
-            v=self._new_and_old(call.v, old.v, around)[None],
-            mask=torch.cat([among_new, among_old], dim=-1)[None],
+            k=_new_and_old(call.k, old.k, around)[None],
+            v=_new_and_old(call.v, old.v, around)[None],
+            mask=self._mask(old, slots)[None],
             causal=False,
         )
 
-    def _new_and_old(
-        self, new: Float[Tensor, "b g s d"], old: Float[Tensor, "1 g t d"], around: Tensor
-    ) -> Float[Tensor, "g k d"]:
-        """Keys or values of all tokens that run, then those around as the unchanged prompt has them."""
-        return torch.cat([new.transpose(0, 1).flatten(1, 2), old[0, :, around]], dim=1)
+    def _mask(self, old: Call, slots: Int[Tensor, " m"]) -> Float[Tensor, "h m k"]:
+        """What the unchanged prompt's mask is at the places of some slots, by key of `part`."""
+        until = int(self.at.max()) + 1
+        places = self.places.to(slots)[slots]
+        keys = self.keys.to(slots.device)[slots, :until].long()
+        rows = old.mask_rows(torch.zeros_like(places), places).transpose(0, 1)[..., :until]
+        count = len(self.places) + len(self.around)
+        hidden = rows.new_full((*rows.shape[:2], count + 1), -torch.inf)
+        return hidden.scatter(-1, keys.expand_as(rows), rows)[..., :count]
 
     def by_prompt(
         self, value: Float[Tensor, "1 h r k"], which: Int[Tensor, "b u"]
@@ -192,16 +256,109 @@ class TokensAlone:
         return part.v[0]
 
     def attend(self, call: Call) -> None:
-        """Put into a call what its heads put out among all keys, some tokens at a time."""
+        """Put into a call what its heads put out among all keys, some slots at a time."""
         heads = call.q.shape[1]
-        numbers = len(call.q) * heads * (self.at.numel() + len(self.around))
+        numbers = heads * (len(self.places) + len(self.around))
         step = max(_ROOM.get(call.q.device.type, _MORE_ROOM) // numbers, 1)
-        steps = torch.arange(self.at.shape[1]).expand_as(self.at)
-        outputs = [
-            _output(self.part(call, which))[0].unflatten(0, which.shape)
-            for which in steps.split(step, dim=1)
-        ]
-        call.output = torch.cat(outputs, dim=1)
+        every = torch.arange(len(self.places), device=call.q.device)
+        outputs = [_output(self._part(call, slots))[0] for slots in every.split(step)]
+        call.output = torch.cat(outputs).unflatten(0, self.inputs["input_ids"].shape)
+
+
+def _new_and_old(
+    new: Float[Tensor, "r g w d"], old: Float[Tensor, "1 g t d"], around: Int[Tensor, " r"]
+) -> Float[Tensor, "g k d"]:
+    """Keys or values of all slots, then those around as the unchanged prompt has them."""
+    return torch.cat([new.transpose(0, 1).flatten(1, 2), old[0, :, around]], dim=1)
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """Tokens of changed prompts, each once: the nodes of a tree, as a token is all that precedes it.
+
+    Attributes
+    ----------
+    tokens, places : by node, its id and its place.
+    parents : by node, the one that runs before it; −1 where none does.
+    of_prompts : by prompt, the nodes of its tokens; where it has fewer, any.
+    """
+
+    tokens: list[int]
+    places: list[int]
+    parents: list[int]
+    of_prompts: list[list[int]]
+
+    @classmethod
+    def of(
+        cls, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"], apart: Int[Tensor, " b"] | None
+    ) -> _Nodes:
+        """Join what prompts share."""
+        nodes = cls([], [], [], [])
+        known = dict[tuple[int, int, int, int], int]()
+        if apart is None:
+            apart = torch.full_like(at[:, 0], int(at.max()) + 1)
+        rows = zip(tokens.tolist(), at.tolist(), apart.tolist(), strict=True)
+        for prompt, (ids, places, own_from) in enumerate(rows):
+            own = list[int]()
+            parent = -1
+            for token, place in zip(ids, places, strict=True):
+                if place >= 0:
+                    owner = prompt if place >= own_from else -1
+                    key = (parent, place, token, owner)
+                    if key not in known:
+                        known[key] = nodes._add(token, place, parent)
+                    parent = known[key]
+                own.append(max(parent, 0))
+            nodes.of_prompts.append(own)
+        return nodes
+
+    def keys(
+        self, slot_of: Int[Tensor, " n"], around: Int[Tensor, " r"], slots: int, length: int
+    ) -> Int[Tensor, "n t"]:
+        """By node, the key that stands at each place of its prompt; behind the last where none does.
+
+        Parameters
+        ----------
+        slot_of : by node, where it runs, which is the number of its key.
+        around : places whose keys stand behind those of all slots.
+        slots : how many there are.
+        length : of the prompt.
+        """
+        none = slots + len(around)
+        keys = torch.full((len(self.places), length), none, dtype=torch.int32)
+        keys[:, around] = torch.arange(slots, none, dtype=keys.dtype)
+        for node, parent in enumerate(self.parents):  # one that precedes comes first
+            if parent >= 0:
+                keys[node] = keys[parent]
+            keys[node, self.places[node]] = slot_of[node]
+        return keys
+
+    def _add(self, token: int, place: int, parent: int) -> int:
+        """Add a node, and give its number."""
+        self.tokens.append(token)
+        self.places.append(place)
+        self.parents.append(parent)
+        return len(self.tokens) - 1
+
+
+def _grid(scope: Scope, nodes: _Nodes, length: int) -> Int[Tensor, "r w"]:
+    """The nodes in rows and columns, −1 where none is: no row is longer than the prompt.
+
+    A model whose rotation depends on the length gets one row, which is as long as its last place.
+    In several rows the prompts' last tokens stand in the first columns, so that the LM head runs
+    there alone.
+    """
+    count = len(nodes.places)
+    rows = 1 if scope.facts.anatomy.by_length else -(-count // length)
+    if rows == 1:
+        return torch.arange(count)[None]
+    lasts = list(dict.fromkeys(own[-1] for own in nodes.of_prompts))
+    is_last = set(lasts)
+    others = [node for node in range(count) if node not in is_last]
+    width = -(-count // rows)
+    padded = torch.full((width * rows,), -1)
+    padded[:count] = torch.tensor(lasts + others)
+    return padded.view(width, rows).T.contiguous()
 
 
 ChangedPrompts = WholePrompts | TokensAlone
@@ -238,9 +395,14 @@ class Ways:
         words = ["last" if end == length - 1 else "before the last"]
         for name, limit in sorted(self.lengths.items()):
             doublings = ((length - 1) // limit).bit_length()
+            of_end = (end // limit).bit_length()
             if doublings:
-                words.append(f"{name} {doublings} {(end // limit).bit_length()}")
+                words.append(f"{name} {doublings} {of_end}")
         return ", ".join(words)
+
+    def is_beyond(self, length: int) -> bool:
+        """Whether a prompt is longer than some length that the config names."""
+        return any(length > limit for limit in self.lengths.values())
 
 
 _WAYS: WeakKeyDictionary[Scope, Ways] = WeakKeyDictionary()
@@ -259,6 +421,8 @@ def runs_alone(scope: Scope, ids: Int[Tensor, " t"], calls: Mapping[int, Call], 
 
     One changed prompt is run in both ways and compared, once for each kind of question: read at the
     prompt's last token or before it, and how far it is beyond each length that the config names.
+    Beyond one, tokens that may run alone are compared for every length of prompts: what a config
+    names need not be all that matters there, as the size of blocks times their number is not named.
 
     Parameters
     ----------
@@ -277,9 +441,13 @@ def runs_alone(scope: Scope, ids: Int[Tensor, " t"], calls: Mapping[int, Call], 
     deepest = max(calls)
     if deepest < last_layer(scope) and kind not in ways.alone:
         kind = f"{kind}, up to layer {deepest}"
-    if kind not in ways.alone:
-        ways.alone[kind] = agree(scope, ids, calls, [end])[0]
-    return ways.alone[kind]
+    question = kind
+    if ways.is_beyond(len(ids)) and ways.alone.get(kind, True):
+        question = f"{kind}, of {len(ids)} tokens"
+    if question not in ways.alone:
+        ways.alone[question] = agree(scope, ids, calls, [end])[0]
+        ways.alone[kind] = ways.alone[question]
+    return ways.alone[question]
 
 
 def last_layer(scope: Scope) -> int:
@@ -307,9 +475,12 @@ def agree(
     calls : by layer, its attention calls, up to the last layer that is compared.
     ends : the last token of each changed prompt that is read; the tokens before it are other ones.
     """
+    if len(ends) > 1 and scope.facts.anatomy.by_length:  # each is as long as its own end
+        return [agree(scope, ids, calls, [end])[0] for end in ends]
     width = max(min(_CHANGED, *ends), 1)
     last = torch.tensor(ends, device=ids.device)
-    at = last[:, None] - torch.arange(width - 1, -1, -1, device=ids.device)
+    back = torch.arange(width - 1, -1, -1, device=ids.device)
+    at = last[:, None] - back
     (other,) = short_ids(scope.model, (width,))
     tokens = other.to(ids).expand_as(at)
     changed = ids.repeat(len(ends), 1).scatter(1, at, tokens)
@@ -349,10 +520,8 @@ def _shown(
         if call.layer == deepest and not is_last:
             raise Stop
 
-    row = torch.arange(len(which), device=which.device)
-    nothing = which[:, :0]
-    read = Places(row, prompts.ends, nothing, nothing.bool())
-    logits = scope.watch(prompts.inputs, visit, logits_at=read if is_last else None)
+    read = prompts.read_at() if is_last else None
+    logits = scope.watch(prompts.inputs, visit, logits_at=read)
     return layers, logits
 
 
@@ -361,28 +530,30 @@ def _layer(prompts: ChangedPrompts, call: Call, which: Int[Tensor, "b s"]) -> _L
     part = prompts.part(call, which)
     assert part.mask is not None
     queries = prompts.by_prompt(part.q, which).transpose(1, 2).flatten(2).float()
-    mask = prompts.by_prompt(part.mask, which)
     last = prompts.part(call, which[:, -1:])
-    weights = last.attention([*range(last.q.shape[1])])
-    attention = prompts.by_prompt(weights, which[:, -1:])[:, :, 0]
+    every_head = [*range(last.q.shape[1])]
+    weights = prompts.by_prompt(last.attention(every_head), which[:, -1:])[:, :, 0]
+    # one key more stands for what a prompt that ends before another one does not see
+    mask = pad(prompts.by_prompt(part.mask, which), (0, 1), value=-torch.inf)
+    attention = pad(weights, (0, 1))
     order = prompts.order.to(mask.device)[:, None]
-    return _Layer(
-        queries,
-        mask.gather(-1, order[:, None].expand(*mask.shape[:3], -1)),
-        attention.gather(-1, order.expand(*attention.shape[:2], -1)),
-    )
+    of_mask = order[:, None].expand(*mask.shape[:3], -1)
+    of_attention = order.expand(*attention.shape[:2], -1)
+    return _Layer(queries, mask.gather(-1, of_mask), attention.gather(-1, of_attention))
 
 
 def _alike(whole: _Layer, alone: _Layer, tolerance: float) -> Bool[Tensor, " b"]:
     """Whether two runs show the same of a layer, by prompt."""
     width = alone.mask.shape[-1]
     mask = whole.mask[..., :width]
-    seen_later = (whole.mask[..., width:] > -torch.inf).flatten(1).any(1)
-    seen_otherwise = ((mask == -torch.inf) != (alone.mask == -torch.inf)).flatten(1).any(1)
-    alike = ~(seen_later | seen_otherwise)
-    bias = (mask - alone.mask).nan_to_num()  # −∞ less −∞ where both hide a key
+    is_seen_later = whole.mask[..., width:] > -torch.inf
+    is_seen_otherwise = (mask == -torch.inf) != (alone.mask == -torch.inf)
+    alike = ~is_seen_later.flatten(1).any(1)
+    alike &= ~is_seen_otherwise.flatten(1).any(1)
+    bias = (mask - alone.mask).nan_to_num()  # of keys that both hide, −∞ less −∞
     moved = whole.attention[..., :width] - alone.attention
-    apart = (whole.queries - alone.queries).norm(dim=-1) / whole.queries.norm(dim=-1)
+    apart = (whole.queries - alone.queries).norm(dim=-1)
+    apart = apart / whole.queries.norm(dim=-1)
     for error in (bias, moved, apart):
         alike &= error.abs().flatten(1).amax(1) <= tolerance
     return alike.cpu()

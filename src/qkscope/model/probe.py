@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkscope.errors import BadInput
 from qkscope.model import inputs as feed
@@ -52,12 +52,15 @@ def probe(model: Any) -> Facts:
     names = {part: name for name, part in model.named_modules()}
     places = [place_of(model, names[module]) for module in modules]
     numbers = [i if place is None else place[1] for i, place in enumerate(places)]
-    layer_of = dict(zip(map(id, modules), numbers, strict=True))
-    layers = {layer_of[id(call.module)]: _layer(call, family) for call in calls}
-    layers |= {number: LayerFacts(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
-    return Facts(
-        tuple(layers[number] for number in sorted(layers)), layer_of, *counting, Anatomy.of(model)
-    )
+    layer_of = dict[int, int]()
+    layers = dict[int, LayerFacts]()
+    for call, number in zip(calls, numbers, strict=True):
+        layer_of[id(call.module)] = number
+        layers[number] = _layer(call, family)
+    for number, kind in instead.items():
+        layers[number] = LayerFacts(0, 0, 0, None, {}, kind)
+    in_order = tuple(layers[number] for number in sorted(layers))
+    return Facts(in_order, layer_of, *counting, Anatomy.of(model))
 
 
 def _calls(model: Any, inputs: dict[str, Tensor], last: int | None = None) -> list[Call]:
@@ -91,19 +94,16 @@ def _calls(model: Any, inputs: dict[str, Tensor], last: int | None = None) -> li
 def _family_refusals(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> dict[Space, str]:
     kind = model.config.model_type
     types = {settings["rope_type"] for settings in rotary_settings(model.config.get_text_config())}
-    unseen = (
-        types
-        and not any(call.rotary for call in calls)
-        and not _holds_no_position(model, inputs, calls)
-    )
-    if unseen or (calls[0].weights is not None and _turns_unheard(model, inputs, calls)):
+    is_heard = any(call.rotary for call in calls)
+    unseen = types and not is_heard and not _holds_no_position(model, inputs, calls)
+    has_own_code = calls[0].weights is not None
+    if unseen or (has_own_code and _turns_unheard(model, inputs, calls)):
         reason = f"{kind} rotates inside its own code, where the rotation cannot be read"
         return {"pre_rope": reason, "query_frame": reason}
     varying = sorted(types & set(LENGTH_DEPENDENT))
-    if varying and any(call.rotary for call in calls):
-        return {
-            "query_frame": f"{kind}'s {varying[0]} rotation depends on the length of the prompt"
-        }
+    if varying and is_heard:
+        reason = f"{kind}'s {varying[0]} rotation depends on the length of the prompt"
+        return {"query_frame": reason}
     return {}
 
 
@@ -115,17 +115,15 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
     """
 
     def alike(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        is_named = "hidden_states" in kwargs
+        x = kwargs["hidden_states"] if is_named else args[0]
         same = x[:, :1].expand_as(x).contiguous()
-        return (
-            (args, kwargs | {"hidden_states": same})
-            if "hidden_states" in kwargs
-            else ((same, *args[1:]), kwargs)
-        )
+        if is_named:
+            return args, kwargs | {"hidden_states": same}
+        return (same, *args[1:]), kwargs
 
-    with cleared(
-        [call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]
-    ):
+    hooks = [call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]
+    with cleared(hooks):
         others = _calls(model, inputs)
     apart = 0.0
     for call, other in zip(calls, others, strict=True):
@@ -136,16 +134,15 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
             why = "its attention adds to a logit what depends on the tokens, besides q·k"
             raise refusal(model, f"{why}, so they are not scale q·k + bias")
         if call.rotary is None:
-            apart = max(apart, *(_apart(x[:, :, :1], x) for x in (other.q, other.k)))
+            apart = max(apart, _apart(other.q[:, :, :1], other.q))
+            apart = max(apart, _apart(other.k[:, :, :1], other.k))
     return apart > _close(calls[0].q)
 
 
 def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> bool:
     """Whether a model has no positions at all, whatever its config says: other ones change nothing."""
-    if (
-        "position_ids" not in feed.forward_arguments(model.base_model)
-        or "attention_mask" not in inputs
-    ):
+    takes_positions = "position_ids" in feed.forward_arguments(model.base_model)
+    if not takes_positions or "attention_mask" not in inputs:
         return False
     elsewhere = {"position_ids": 2 * feed.positions_of(inputs["attention_mask"]) + 3}
     return _same_vectors(calls, _calls(model, inputs | elsewhere))
@@ -158,25 +155,26 @@ def _layer(call: Call, family: dict[Space, str]) -> LayerFacts:
     if rotary is not None and offset is None:
         reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
         refusals |= {"pre_rope": reason, "query_frame": reason}
-    elif rotary is not None and offset is not None:
-        row, last = (
-            torch.tensor([value], device=call.q.device) for value in (0, call.q.shape[2] - 1)
-        )
-        turned, _ = rotary.turn_back(
-            call.q[:1, :, -1].float(), call.k[:1, :, -1:].float(), row, last, offset
-        )
-        given = rotary.q[:1, :, -1].float()
-        # the attention scaling stays in the vector, so compare directions; half precision rounds
-        # the rotated vector
-        alike = torch.nn.functional.cosine_similarity(
-            turned[..., offset : offset + given.shape[-1]], given, dim=-1
-        )
-        if not bool(alike.min() > 0.999):
-            refusals.setdefault(
-                "query_frame",
-                "the rotary function is more than a rotation and cannot be turned back",
-            )
+    if rotary is not None and offset is not None and not _is_turned_back(call, rotary, offset):
+        reason = "the rotary function is more than a rotation and cannot be turned back"
+        refusals.setdefault("query_frame", reason)
     return LayerFacts(call.q.shape[1], call.k.shape[1], call.q.shape[-1], offset, refusals)
+
+
+def _is_turned_back(call: Call, rotary: Rotary, offset: int) -> bool:
+    """Whether the last query, turned back, is as it was before it was rotated."""
+    device = call.q.device
+    row = torch.tensor([0], device=device)
+    last = torch.tensor([call.q.shape[2] - 1], device=device)
+    q = call.q[:1, :, -1].float()
+    k = call.k[:1, :, -1:].float()
+    turned, _ = rotary.turn_back(q, k, row, last, offset)
+    given = rotary.q[:1, :, -1].float()
+    part = turned[..., offset : offset + given.shape[-1]]
+    # the attention scaling stays in the vector, so compare directions; half precision rounds the
+    # rotated vector
+    alike = torch.nn.functional.cosine_similarity(part, given, dim=-1)
+    return bool(alike.min() > 0.999)
 
 
 def _offset(call: Call, rotary: Rotary) -> int | None:
@@ -187,13 +185,19 @@ def _offset(call: Call, rotary: Rotary) -> int | None:
     """
     width = rotary.q.shape[-1]
     pairs = ((call.q, rotary.q_rotated), (call.k, rotary.k_rotated))
-    if any(rotated.shape[1] not in (1, seen.shape[1]) for seen, rotated in pairs):
-        return None
     for offset in (0, call.q.shape[-1] - width):
-        parts = ((seen[..., offset : offset + width], rotated) for seen, rotated in pairs)
-        if all(torch.equal(part, rotated.to(part).expand_as(part)) for part, rotated in parts):
+        stands_there = [_stands_at(offset, seen, rotated) for seen, rotated in pairs]
+        if all(stands_there):
             return offset
     return None
+
+
+def _stands_at(offset: int, seen: Tensor, rotated: Tensor) -> bool:
+    """Whether vectors hold the rotated ones from an offset on."""
+    if rotated.shape[1] not in (1, seen.shape[1]):
+        return False
+    part = seen[..., offset : offset + rotated.shape[-1]]
+    return torch.equal(part, rotated.to(part).expand_as(part))
 
 
 def _counting(
@@ -222,20 +226,16 @@ def _counting(
         if takes and not hybrid and not same_at(counted + counted % 2):
             return True, 0, PADDING_SIDES
         limit = feed.context_limit(model)
-        if (
-            not takes
-            and (limit is None or pad + 1 + counted.shape[1] < limit)
-            and same_at(counted + pad + 1)
-        ):
+        has_room = limit is None or pad + 1 + counted.shape[1] < limit
+        if not takes and has_room and same_at(counted + pad + 1):
             first = pad + 1
     rows = [feed.short_ids(model, (9, 6))[0], feed.short_ids(model, (6,))[0]]
     # in half precision rounding grows from layer to layer, so there the first two have to tell
     last = 1 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else None
     harmless = []
     for side, columns in zip(PADDING_SIDES, (slice(3, None), slice(None, 6)), strict=True):
-        batch = {
-            name: x.to(counted.device) for name, x in feed.pad_rows(rows, pad, side, takes).items()
-        }
+        padded = feed.pad_rows(rows, pad, side, takes)
+        batch = {name: x.to(counted.device) for name, x in padded.items()}
         if _same_vectors(calls, _calls(model, batch, last=last), columns):
             harmless.append(side)
     return takes, first, tuple(harmless)
@@ -245,12 +245,17 @@ def _same_vectors(calls: list[Call], others: list[Call], columns: slice = slice(
     """Whether two forwards gave the same queries and keys, the second in its last row and some of
     its columns.
     """
-    pairs = [pair for a, b in zip(calls, others, strict=False) for pair in ((a.q, b.q), (a.k, b.k))]
-    return all(_apart(theirs[-1:, :, columns], ours) <= _close(ours) for ours, theirs in pairs)
+    for call, other in zip(calls, others, strict=False):
+        for ours, theirs in ((call.q, other.q), (call.k, other.k)):
+            if not _apart(theirs[-1:, :, columns], ours) <= _close(ours):
+                return False
+    return True
 
 
 def _apart(x: Tensor, y: Tensor) -> float:
-    return float((x - y).float().norm() / y.float().norm().clamp_min(1e-12))
+    """The length of the difference, as a share."""
+    length = y.float().norm().clamp_min(1e-12)
+    return float((x - y).float().norm() / length)
 
 
 def _close(x: Tensor) -> float:
@@ -283,7 +288,8 @@ def _check_kind(model: Any) -> None:
         raise BadInput(
             f"{kind} is an encoder-decoder model: qkscope looks into decoders and encoders only."
         )
-    if (read := model.main_input_name) not in ("input_ids", "pixel_values"):
+    read = model.main_input_name
+    if read not in ("input_ids", "pixel_values"):
         given = "qkscope can give a model only token ids or an image"
         raise refusal(model, f"{type(model).__name__} reads {read}, and {given}")
 
@@ -294,29 +300,48 @@ def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
     Refuses a model whose layers did not call for another reason: they need what was not given, or
     call several times.
     """
-    place = place_of(
-        model, next(name for name, part in model.named_modules() if part is calls[0].module)
-    )
-    blocks = [] if place is None else list(place[0])
-    expected = len(blocks) or getattr(
-        model.config.get_text_config(), "num_hidden_layers", len(calls)
-    )
+    blocks = _blocks_around(model, calls[0].module)
+    expected = len(blocks)
+    if not expected:
+        text = model.config.get_text_config()
+        expected = getattr(text, "num_hidden_layers", len(calls))
     called = {call.module for call in calls}
-    seeing = [block for block in blocks if not called.isdisjoint(block.modules())]
-    silent = {i: block for i, block in enumerate(blocks) if block not in seeing}
+    silent = dict[int, nn.Module]()
+    usual = set[type]()
+    for i, block in enumerate(blocks):
+        if called.isdisjoint(block.modules()):
+            silent[i] = block
+        else:
+            usual |= {type(part) for part in block.children()}
     if len(calls) == expected and not silent:
         return {}
-    if any("cross" in name for block in silent.values() for name, _ in block.named_children()):
+    if any(_has_cross_attention(block) for block in silent.values()):
         why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
         raise refusal(model, f"{why}, and qkscope gives it text alone")
-    usual = {type(part) for block in seeing for part in block.children()}
+    instead = {i: _unusual_part(block, usual) for i, block in silent.items()}
+    is_unclear = len(calls) != len(blocks) - len(silent) or None in instead.values()
     attentions = {type(part) for part in called}
-    others = {i: [type(part) for part in block.children()] for i, block in silent.items()}
-    instead = {
-        i: [kind.__name__ for kind in kinds if kind not in usual] for i, kinds in others.items()
-    }
-    alike = any(type(part) in attentions for block in silent.values() for part in block.modules())
-    if len(calls) != len(seeing) or alike or not all(instead.values()):
+    for block in silent.values():
+        is_unclear |= any(type(part) in attentions for part in block.modules())
+    if is_unclear:
         why = f"{len(calls)} attention calls come from {expected} layers"
         raise refusal(model, f"{why}, so which layer is which is not known")
-    return {i: kinds[0] for i, kinds in instead.items()}
+    return {i: name for i, name in instead.items() if name is not None}
+
+
+def _blocks_around(model: Any, attention: nn.Module) -> list[nn.Module]:
+    """The list of layers in which an attention module stands; empty where it stands in none."""
+    names = {part: name for name, part in model.named_modules()}
+    place = place_of(model, names[attention])
+    return [] if place is None else list(place[0])
+
+
+def _has_cross_attention(block: nn.Module) -> bool:
+    """Whether a block names one of its parts as cross-attention."""
+    return any("cross" in name for name, _ in block.named_children())
+
+
+def _unusual_part(block: nn.Module, usual: set[type]) -> str | None:
+    """The class of a block's first part that blocks with attention do not have."""
+    kinds = [type(part) for part in block.children()]
+    return next((kind.__name__ for kind in kinds if kind not in usual), None)

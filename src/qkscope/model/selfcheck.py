@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -90,6 +91,20 @@ class _Pass(NamedTuple):
     columns: list[Tensor]
 
 
+class _Alone(NamedTuple):
+    """A prompt as bare ids: its pass, and by layer the attention that the model itself reports."""
+
+    run: _Pass
+    reported: dict[int, Tensor]
+
+
+class _Difference(NamedTuple):
+    """The error of attention, and the first thing that is not as it should be; empty if nothing."""
+
+    error: float
+    what: str
+
+
 class _Trial:
     """One model, run several times and compared with itself."""
 
@@ -106,59 +121,94 @@ class _Trial:
     def run(self, length: int, strict: bool) -> Check:
         """All facts on prompts of so many tokens, or on an image."""
         prompts = self._prompts(length)
-        batches = [self.scope.encode([prompt]).inputs for prompt in prompts] or [
-            short_inputs(self.model)
-        ]
-        alone, reported = zip(*map(self._alone, batches), strict=True)
-        plain = alone[0].output
-        if not bool(plain.isfinite().all()):
+        batches = [self.scope.encode([prompt]).inputs for prompt in prompts]
+        if not batches:
+            batches = [short_inputs(self.model)]
+        own = [self._alone(inputs) for inputs in batches]
+        first = own[0]
+        plain = first.run.output
+        self._set_tolerance(first.run)
+        error = self._check_reported(own)
+        allowed = (1e-2 if self.half else 1e-4) * max(1.0, float(plain.abs().max()))
+        tapped = self._watch(batches[0])
+        self._check_tapped(tapped, first, allowed)
+        wrong, worst = self._check_padded(prompts, own)
+        frame = self._frame_apart(batches[0], first.run)
+        sides = tuple(side for side in self.facts.sides if side not in wrong)
+        if strict and frame:
+            raise refusal(self.model, frame)
+        if strict and wrong and not sides:
+            raise refusal(self.model, next(iter(wrong.values())))
+        self._write(batches[0], tapped.calls[self.layers[0]], plain, allowed)
+        ways = self._alone_ways(batches[0], tapped.calls)
+        return Check(max(error, worst), sides, length, frame, ways)
+
+    def _set_tolerance(self, alone: _Pass) -> None:
+        """Set the tolerance on attention: the model rounds its logits to its dtype, the check is
+        float32.
+        """
+        if not bool(alone.output.isfinite().all()):
             kind = self.model.config.model_type
             raise BadInput(
                 f"{kind} gives NaN or infinite logits: load it with dtype='float32', or check its weights."
             )
-        # tolerance on attention: the model rounds its logits to its dtype, the check is float32
-        every = [call.logits(list(range(call.q.shape[1]))) for call in alone[0].calls.values()]
-        logits = torch.cat([logits.flatten().cpu() for logits in every])
-        eps = torch.finfo(self.model.dtype).eps * float(logits[logits.isfinite()].abs().max())
-        self.tolerance = (1e-2 if self.half else 1e-3) + eps
-        error = max(
-            _error(run, 0, weights, run) for run, weights in zip(alone, reported, strict=True)
-        )
+        largest = 0.0
+        for call in alone.calls.values():
+            logits = call.logits(list(range(call.q.shape[1])))
+            largest = max(largest, float(logits[logits.isfinite()].abs().max()))
+        rounding = torch.finfo(self.model.dtype).eps * largest
+        self.tolerance = (1e-2 if self.half else 1e-3) + rounding
+
+    def _check_reported(self, own: Sequence[_Alone]) -> float:
+        """Refuse a model whose own attention is not ours; the largest error of prompts alone."""
+        error = max(_error(alone.run, 0, alone.reported, alone.run) for alone in own)
         if not error <= self.tolerance:
             why = "softmax(scale q·k + mask) of what its attention call is given is not the attention that it reports"
             raise refusal(self.model, f"{why} (off by {error:.2g})")
-        tapped = self._watch(batches[0])
-        allowed = (1e-2 if self.half else 1e-4) * max(1.0, float(plain.abs().max()))
-        if not (changed := _largest(tapped.output - plain)) <= allowed:
+        return error
+
+    def _check_tapped(self, tapped: _Pass, alone: _Alone, allowed: float) -> None:
+        """Refuse a model that gives something else under the tap."""
+        changed = _largest(tapped.output - alone.run.output)
+        if not changed <= allowed:
             raise refusal(self.model, f"its output changes by {changed:.2g} under the tap")
-        if what := self._difference(tapped, 0, alone[0], reported[0])[1]:
+        what = self._difference(tapped, 0, alone).what
+        if what:
             raise refusal(self.model, f"its {what} are not those of the same prompt run eagerly")
+
+    def _check_padded(
+        self, prompts: Sequence[Example], own: Sequence[_Alone]
+    ) -> tuple[dict[PaddingSide, str], float]:
+        """Why prompts cannot be padded on a side, and the largest error on sides where they can."""
         wrong = dict[PaddingSide, str]()
-        for side in self.facts.sides if prompts else ():
+        error = 0.0
+        if not prompts:
+            return wrong, error
+        for side in self.facts.sides:
             batch = self._watch(self.scope.encode(prompts, padding_side=side).inputs)
-            for i in range(len(prompts)):
-                padded, what = self._difference(batch, i, alone[i], reported[i])
-                error = error if what else max(error, padded)
-                if what:
-                    why = f"padded on the {side} beside a longer prompt, its {what} are not those of the same prompt"
+            for i, alone in enumerate(own):
+                found = self._difference(batch, i, alone)
+                if found.what:
+                    beside = f"padded on the {side} beside a longer prompt"
+                    why = f"its {found.what} are not those of the same prompt alone"
                     wrong[side] = (
-                        f"{why} alone, so it counts positions or hides padding in a way of its own"
+                        f"{beside}, {why}, so it counts positions or hides padding in a way of its own"
                     )
-        frame = ""
-        if self.facts.takes_positions and any(
-            layer.offset is not None for layer in self.facts.layers
-        ):
-            shifted = self._watch(
-                batches[0] | {"position_ids": batches[0]["position_ids"] + _SHIFT}
-            )
-            if what := self._vectors_apart(shifted, 0, alone[0], ("query_frame",)):
-                why = f"with every position {_SHIFT} further on, its {what} change"
-                frame = f"{why}, although only offsets should count there"
-        sides = tuple(side for side in self.facts.sides if side not in wrong)
-        if strict and (frame or (wrong and not sides)):
-            raise refusal(self.model, frame or next(iter(wrong.values())))
-        self._write(batches[0], tapped.calls[self.layers[0]], plain, allowed)
-        return Check(error, sides, length, frame, self._alone_ways(batches[0], tapped.calls))
+                else:
+                    error = max(error, found.error)
+        return wrong, error
+
+    def _frame_apart(self, inputs: dict[str, Tensor], alone: _Pass) -> str:
+        """Why the query's frame is not defined; empty where only offsets count there."""
+        rotates = any(layer.offset is not None for layer in self.facts.layers)
+        if not self.facts.takes_positions or not rotates:
+            return ""
+        shifted = inputs | {"position_ids": inputs["position_ids"] + _SHIFT}
+        what = self._vectors_apart(self._watch(shifted), 0, alone, ("query_frame",))
+        if not what:
+            return ""
+        why = f"with every position {_SHIFT} further on, its {what} change"
+        return f"{why}, although only offsets should count there"
 
     def _alone_ways(self, inputs: dict[str, Tensor], calls: dict[int, Call]) -> dict[str, bool]:
         """Whether tokens behind a change may run alone, read at the last token and in the middle."""
@@ -187,45 +237,22 @@ class _Trial:
     def _watch(self, inputs: dict[str, Tensor]) -> _Pass:
         """A batch as a scope runs it."""
         calls: dict[int, Call] = {}
-        with tap(
-            self.model,
-            lambda call: calls.update({call.layer: call}),
-            layers=self.facts.layer_of,
-            rotary=True,
-        ):
+        with self._kept(calls):
             output = self._output(inputs)
         return _Pass(calls, output, _columns(inputs, calls))
 
-    def _alone(self, inputs: dict[str, Tensor]) -> tuple[_Pass, dict[int, Tensor]]:
+    def _alone(self, inputs: dict[str, Tensor]) -> _Alone:
         """A prompt as bare ids, whose positions nobody but the model counts: its eager attention,
         as it reports it.
 
         Where its own code was watched, that is what its own softmax gave. The output is that
         without a tap.
         """
-        bare = {"input_ids": inputs["input_ids"]} if "input_ids" in inputs else inputs
+        bare = inputs
+        if "input_ids" in inputs:
+            bare = {"input_ids": inputs["input_ids"]}
         calls: dict[int, Call] = {}
-        own = self.facts.anatomy.own
-        configs = self.facts.anatomy.configs.values()
-        eager = (
-            []
-            if own
-            else [(config, "_attn_implementation_internal", "eager") for config in configs]
-        )
-        asked = {} if own else {"output_attentions": True}
-        visit = tap(
-            self.model,
-            lambda call: calls.update({call.layer: call}),
-            layers=self.facts.layer_of,
-            rotary=True,
-        )
-        with swapped(*eager), visit:
-            attentions = getattr(forward(self.model.base_model, bare | asked), "attentions", None)
-        reported = [layer for layer in attentions or () if layer is not None]
-        if own:
-            reported = [calls[i].weights() for i in self.layers]  # type: ignore[misc]
-        elif len(reported) == self.scope.n_layers:  # some report what their linear layers did, too
-            reported = [reported[layer] for layer in self.layers]
+        reported = self._reported(bare, calls)
         if len(reported) != len(self.layers):
             raise refusal(
                 self.model, "it does not report its attention, so the tap cannot be checked on it"
@@ -233,45 +260,72 @@ class _Trial:
         with rows_rotate_alone(self.facts.anatomy.by_length):  # as under the tap
             plain = self._output(bare)
         there = {i: weights.float() for i, weights in zip(self.layers, reported, strict=True)}
-        return _Pass(calls, plain, _columns(bare, calls)), there
+        return _Alone(_Pass(calls, plain, _columns(bare, calls)), there)
 
-    def _difference(
-        self, batch: _Pass, row: int, alone: _Pass, reported: dict[int, Tensor]
-    ) -> tuple[float, str]:
-        """The error of a prompt's attention in a batch, and the first thing that is not as in the
-        prompt alone.
-        """
-        if what := self._vectors_apart(batch, row, alone, SPACES):
-            return 0.0, what
+    def _reported(self, bare: dict[str, Tensor], calls: dict[int, Call]) -> list[Tensor]:
+        """What a model reports as its attention, layer by layer, run eagerly; calls are kept."""
+        own = self.facts.anatomy.own
+        eager = list[tuple[Any, str, Any]]()
+        if not own:
+            for config in self.facts.anatomy.configs.values():
+                eager.append((config, "_attn_implementation_internal", "eager"))
+        asked = {} if own else {"output_attentions": True}
+        with swapped(*eager), self._kept(calls):
+            output = forward(self.model.base_model, bare | asked)
+        if own:
+            return [calls[i].weights() for i in self.layers]  # type: ignore[misc]
+        attentions = getattr(output, "attentions", None) or ()
+        reported = [layer for layer in attentions if layer is not None]
+        if len(reported) == self.scope.n_layers:  # some report what their linear layers did, too
+            return [reported[layer] for layer in self.layers]
+        return reported
+
+    def _kept(self, calls: dict[int, Call]) -> AbstractContextManager[list[int]]:
+        """Keep the attention calls of a run, by layer."""
+
+        def keep(call: Call) -> None:
+            calls[call.layer] = call
+
+        return tap(self.model, keep, layers=self.facts.layer_of, rotary=True)
+
+    def _difference(self, batch: _Pass, row: int, alone: _Alone) -> _Difference:
+        """How a prompt in a batch differs from the prompt alone."""
+        what = self._vectors_apart(batch, row, alone.run, SPACES)
+        if what:
+            return _Difference(0.0, what)
         # in half precision the model rounds its logits and we do not: there it is our own attention
-        wanted = {i: _attention(alone.calls[i]) if self.half else reported[i] for i in self.telling}
-        if not (error := _error(batch, row, wanted, alone)) <= self.tolerance:
-            return error, f"attention (off by {error:.2g})"
-        # in half precision only what is far off counts: the last layer has gathered the rounding of
-        # all
+        wanted = {i: alone.reported[i] for i in self.telling}
+        if self.half:
+            wanted = {i: _attention(alone.run.calls[i]) for i in self.telling}
+        error = _error(batch, row, wanted, alone.run)
+        if not error <= self.tolerance:
+            return _Difference(error, f"attention (off by {error:.2g})")
         ours = batch.output[row]
-        theirs = alone.output[0]
-        off = _apart(
-            ours if ours.shape == theirs.shape else ours[batch.columns[row].to(ours.device)], theirs
-        )
-        return error, "" if off <= (
-            0.5 if self.half else 1e-3
-        ) else f"logits (off by {off:.2g} of the largest)"
+        theirs = alone.run.output[0]
+        if ours.shape != theirs.shape:
+            ours = ours[batch.columns[row].to(ours.device)]
+        # in half precision only what is far off counts: the last layer has gathered all rounding
+        off = _apart(ours, theirs)
+        if off <= (0.5 if self.half else 1e-3):
+            return _Difference(error, "")
+        return _Difference(error, f"logits (off by {off:.2g} of the largest)")
 
     def _vectors_apart(self, batch: _Pass, row: int, alone: _Pass, spaces: Sequence[Space]) -> str:
         """The first space and layer in which queries or keys of a prompt differ from those of the
         prompt alone.
         """
+        allowed = 5e-2 if self.half else 1e-3
         for layer in self.telling:
+            refused = self.facts.layers[layer].refusals
             for space in spaces:
-                if space not in self.facts.layers[layer].refusals:
-                    ours = self._vectors(batch.calls[layer], space, row, batch.columns[row])
-                    theirs = self._vectors(alone.calls[layer], space, 0, alone.columns[0])
-                    for what, x, y in zip(("queries", "keys"), ours, theirs, strict=True):
-                        if not (off := _apart(x, y)) <= (5e-2 if self.half else 1e-3):
-                            return (
-                                f"{space} {what} in layer {layer} (off by {off:.2g} of the largest)"
-                            )
+                if space in refused:
+                    continue
+                ours = self._vectors(batch.calls[layer], space, row, batch.columns[row])
+                theirs = self._vectors(alone.calls[layer], space, 0, alone.columns[0])
+                for what, x, y in zip(("queries", "keys"), ours, theirs, strict=True):
+                    off = _apart(x, y)
+                    if not off <= allowed:
+                        return f"{space} {what} in layer {layer} (off by {off:.2g} of the largest)"
         return ""
 
     def _vectors(self, call: Call, space: Space, row: int, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,13 +357,9 @@ class _Trial:
         last = torch.tensor([call.q.shape[2] - 1], device=call.q.device)
         # the key that has least attention is raised: one that has all of it, or none, may not move
         # the other way
-        hidden = call.mask_rows(torch.zeros_like(last), last)[0, 0] == -torch.inf
-        least = (
-            call.attention([head.index])[0, 0, -1]
-            .masked_fill(hidden, torch.inf)
-            .argmin()
-            .view(1, 1)
-        )
+        mask = call.mask_rows(torch.zeros_like(last), last)[0, 0]
+        row = call.attention([head.index])[0, 0, -1]
+        least = row.masked_fill(mask == -torch.inf, torch.inf).argmin().view(1, 1)
         q = call.q[0, head.index, -1].float()
         same = call.k[0, 0, least].float()
         # along the query, so that the logit surely moves; 50 times its length, so that it moves far
@@ -350,7 +400,8 @@ def _error(batch: _Pass, row: int, wanted: dict[int, Tensor], alone: _Pass) -> f
         at = batch.columns[row].to(weights.device)
         there = alone.columns[0].to(weights.device)
         ours = _attention(batch.calls[layer])[row].to(weights.device)
-        errors.append((ours[:, at][:, :, at] - weights[0][:, there][:, :, there]).flatten().cpu())
+        theirs = weights[0][:, there][:, :, there]
+        errors.append((ours[:, at][:, :, at] - theirs).flatten().cpu())
     return _largest(torch.cat(errors))
 
 
@@ -360,7 +411,9 @@ def _largest(errors: Tensor) -> float:
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs.to(ours.device)).abs().max() / theirs.abs().max().clamp_min(1e-12))
+    """The largest difference, as a share of the largest."""
+    off = (ours - theirs.to(ours.device)).abs().max()
+    return float(off / theirs.abs().max().clamp_min(1e-12))
 
 
 # ---------------------------------------------------------------- a model at all its lengths
@@ -412,7 +465,9 @@ def check_model(scope: Scope) -> Check:
         return checks[0]
     if (length := _beyond(scope)) > _SHORT:
         checks.append(check_at(scope, length, strict=False))
-    alone = {kind: way for check in checks for kind, way in check.alone.items()}
+    alone = dict[str, bool]()
+    for check in checks:
+        alone |= check.alone
     far = sorted(
         name for name, length in named_lengths(scope.model.config).items() if length > _LONGEST
     )
@@ -430,7 +485,10 @@ def _beyond(scope: Scope) -> int:
     """A number of tokens beyond every short length, as far as a prompt may go."""
     limit = context_limit(scope.model, scope.facts.first_position) or _LONGEST + _BEYOND
     named = named_lengths(scope.model.config).values()
-    return min(max([0, *(length + _BEYOND for length in named if length <= _LONGEST)]), limit)
+    short = [length for length in named if length <= _LONGEST]
+    if not short:
+        return 0
+    return min(max(short) + _BEYOND, limit)
 
 
 def _trust(scope: Scope, check: Check) -> None:

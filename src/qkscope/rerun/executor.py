@@ -12,7 +12,7 @@ On every road attention and logits are those of the reference (`tests/rerun`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,21 +61,24 @@ def rerun(
     for road in dict.fromkeys(roads):
         numbers = [number for number, other in enumerate(roads) if other is road]
         shown = road(base, [changes[number] for number in numbers], reads, last, logits)
-        attention |= dict(zip(numbers, shown.attention, strict=True))
-        if shown.logits is not None:
-            next_tokens |= dict(zip(numbers, shown.logits, strict=True))
-    in_order = range(len(changes))
-    return Reruns(
-        torch.stack([attention[number] for number in in_order]),
-        torch.stack([next_tokens[number] for number in in_order]) if logits else None,
-    )
+        for step, number in enumerate(numbers):
+            attention[number] = shown.attention[step]
+            if shown.logits is not None:
+                next_tokens[number] = shown.logits[step]
+    return Reruns(_in_order(attention), _in_order(next_tokens) if logits else None)
+
+
+def _in_order(rows: Mapping[int, Tensor]) -> Tensor:
+    """Stack rows by their numbers."""
+    return torch.stack([rows[number] for number in range(len(rows))])
 
 
 def _road(scope: Scope, changes: Sequence[Change]) -> Road:
     """The shortest way to run a prompt with some changes."""
     if all(_is_behind(change) for change in changes):
         return rerun_tokens
-    if scope.is_changed or any(isinstance(change, Inserted | Pattern) for change in changes):
+    needs_whole_prompts = any(isinstance(change, Inserted | Pattern) for change in changes)
+    if scope.is_changed or needs_whole_prompts:
         return _rerun_plainly
     return rerun_layers
 
@@ -100,5 +103,8 @@ def _rerun_plainly(
     attention = torch.zeros(len(plain), len(reads), width)
     for number, run in enumerate(plain):
         for read, (head, query) in enumerate(reads):
-            attention[number, read] = run.attention[head.layer][head.index, query]
-    return Reruns(attention, torch.stack([run.logits[end] for run in plain]) if logits else None)
+            of_layer = run.attention[head.layer]
+            attention[number, read] = of_layer[head.index, query]
+    if not logits:
+        return Reruns(attention, None)
+    return Reruns(attention, torch.stack([run.logits[end] for run in plain]))

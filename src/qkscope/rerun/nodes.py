@@ -89,41 +89,48 @@ class Nodes:
         self.pair = pair.to(device)
         self.names = reader.writers(len(reader.blocks))[:-1]
         mask = inputs["attention_mask"].bool()
-        until = torch.arange(mask.shape[1], device=device) <= self.query[:, None]
-        self.free: Bool[Tensor, "b t"] = mask & (mask.cumsum(1) > 1) & until
+        places = torch.arange(mask.shape[1], device=device)
+        until = places <= self.query[:, None]
+        is_first = mask.cumsum(1) <= 1
+        self.free: Bool[Tensor, "b t"] = mask & ~is_first & until
         seen = [list[Tensor]() for _ in self.sites]
 
         def note(site: int, z: Tensor) -> Tensor:
             seen[site].append(z.clone())
             return z
 
-        leads = [
-            self._run(rows, note)
-            for rows in torch.arange(len(query), device=device).split(self._at_once)
-        ]
+        every = torch.arange(len(query), device=device)
+        leads = [self._run(rows, note) for rows in every.split(self._at_once)]
         self.values: Values = [torch.cat(parts) for parts in seen]
         self.lead: Float[Tensor, " b"] = torch.cat(leads)
 
     @cached_property
     def sites(self) -> list[Site]:
         """Where all writers write, in their order."""
-        sites = [Site(self.reader.blocks[0].module, True, slice(0, 1))]
+        first_block = self.reader.blocks[0].module
+        sites = [Site(first_block, True, slice(0, 1))]
         first = 1
         for layer, block in enumerate(self.reader.blocks):
             for node in walk(block.tree):
-                if isinstance(node, Heads | Part):
-                    heads = isinstance(node, Heads)
-                    count = len(self.reader.head_names(layer)) if heads else 1
-                    module: Any = block.output if heads else node.module  # type: ignore[union-attr]
-                    sites.append(Site(module, heads, slice(first, first + count)))
-                    first += count
+                module: Any
+                if isinstance(node, Heads):
+                    module = block.output
+                    count = len(self.reader.head_names(layer))
+                elif isinstance(node, Part):
+                    module = node.module
+                    count = 1
+                else:
+                    continue
+                writers = slice(first, first + count)
+                sites.append(Site(module, isinstance(node, Heads), writers))
+                first += count
         return sites
 
     @property
     def _at_once(self) -> int:
-        return max(
-            _TOKENS.get(self.reader.device.type, _ON_A_GPU) // self.inputs["input_ids"].shape[1], 1
-        )
+        tokens = _TOKENS.get(self.reader.device.type, _ON_A_GPU)
+        length = self.inputs["input_ids"].shape[1]
+        return max(tokens // length, 1)
 
     def _run(
         self, rows: Int[Tensor, " m"], visit: Callable[[int, Tensor], Tensor], grad: bool = False
@@ -133,8 +140,9 @@ class Nodes:
         shape = inputs["input_ids"].shape
 
         def changed(site: int, value: Tensor) -> Tensor:
-            count = self.sites[site].writers.stop - self.sites[site].writers.start
-            return visit(site, value.reshape(*shape, count, -1)).reshape(value.shape).to(value)
+            writers = self.sites[site].writers
+            by_writer = value.reshape(*shape, writers.stop - writers.start, -1)
+            return visit(site, by_writer).reshape(value.shape).to(value)
 
         def given(
             site: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,43 +153,46 @@ class Nodes:
             return tree_map_only(Tensor, lambda value: new if value is x else value, (args, kwargs))
 
         def gave(site: int, _module: nn.Module, _args: Any, out: Any) -> Any:
-            return (
-                (changed(site, out[0]), *out[1:]) if isinstance(out, tuple) else changed(site, out)
-            )
+            if isinstance(out, tuple):
+                return changed(site, out[0]), *out[1:]
+            return changed(site, out)
 
-        hooks: list[Any] = [
-            module.register_forward_pre_hook(partial(given, i), with_kwargs=True)
-            if at_input
-            else module.register_forward_hook(partial(gave, i))
-            for i, (module, at_input, _) in enumerate(self.sites)
-        ]
+        hooks = list[Any]()
+        for i, site in enumerate(self.sites):
+            if site.given:
+                hook = site.module.register_forward_pre_hook(partial(given, i), with_kwargs=True)
+            else:
+                hook = site.module.register_forward_hook(partial(gave, i))
+            hooks.append(hook)
         row = torch.arange(len(rows), device=rows.device)
         nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)
+        read = Places(row, self.query[rows], nothing, nothing.bool())
         with cleared(hooks):
-            logits = self.reader.scope.watch(
-                inputs, logits_at=Places(row, self.query[rows], nothing, nothing.bool())
-            )
+            logits = self.reader.scope.watch(inputs, logits_at=read)
             assert logits is not None
             own = self.pair[rows].to(logits.device)
             with torch.set_grad_enabled(grad):
-                return logits[row, own[:, 0]] - logits[row, own[:, 1]]
+                answer = logits[row, own[:, 0]]
+                rival = logits[row, own[:, 1]]
+                return answer - rival
 
     # ------------------------------------------------------------------ what replaces them
 
     @property
     def free_labels(self) -> list[str]:
         """The labels of all tokens whose nodes may be replaced."""
-        return sorted({self.labels[row][i] for row, i in self.free.nonzero().tolist()})
+        free = self.free.nonzero().tolist()
+        return sorted({self.labels[row][i] for row, i in free})
 
     def places(self, labels: Sequence[str]) -> Int[Tensor, "b t"]:
         """The number of each token's label among some; their count where it is none of these, or is
         not free.
         """
         numbers = {label: i for i, label in enumerate(labels)}
-        found = torch.tensor(
-            [[numbers.get(label, len(labels)) for label in row] for row in self.labels]
-        )
-        return found.to(self.free.device).masked_fill(~self.free, len(labels))
+        none = len(labels)
+        by_prompt = [[numbers.get(label, none) for label in row] for row in self.labels]
+        found = torch.tensor(by_prompt).to(self.free.device)
+        return found.masked_fill(~self.free, none)
 
     def other_prompts(self, seed: int = 0) -> dict[str, Values]:
         """What each writer put out at tokens of the same label: on average in other prompts, and in
@@ -192,28 +203,35 @@ class Nodes:
         all tokens is taken.
         """
         labels = self.free_labels
-        size = len(self.labels)
-        here = torch.nn.functional.one_hot(self.places(labels), len(labels) + 1)[..., :-1].float()
+        numbers = self.places(labels)
+        with_none = torch.nn.functional.one_hot(numbers, len(labels) + 1)
+        here = with_none[..., :-1].float()
         same = torch.einsum("btl,cul->btcu", here, here)
-        shapes = [tuple(row) for row in self.labels]
-        others = [
-            [j for j in range(size) if j != i and shapes[j] == shapes[i]] for i in range(size)
-        ]
-        others = [own or [j for j in range(size) if j != i] for i, own in enumerate(others)]
-        apart, drawn = torch.zeros(2, size, size, device=here.device)
-        for i, own in enumerate(others):
-            apart[i, own] = 1
-            drawn[i, random.Random(derived_seed(seed, "other prompt", i)).choice(own)] = 1
-        found = {}
+        size = len(self.labels)
+        apart = torch.zeros(size, size, device=here.device)
+        drawn = torch.zeros(size, size, device=here.device)
+        for i in range(size):
+            others = self._compared(i)
+            one = random.Random(derived_seed(seed, "other prompt", i)).choice(others)
+            apart[i, others] = 1
+            drawn[i, one] = 1
+        everywhere = apart[:, None, :, None] * self.free
+        found = dict[str, Values]()
         for name, which in (("mean", apart), ("other", drawn)):
             weights = same * which[:, None, :, None]
-            alone = (weights.sum((2, 3)) == 0)[..., None, None]
-            weights = torch.where(
-                alone, (apart[:, None, :, None] * self.free).expand_as(weights), weights
-            )
+            is_alone = weights.sum((2, 3)) == 0
+            is_alone = is_alone[..., None, None]
+            weights = torch.where(is_alone, everywhere.expand_as(weights), weights)
             weights = weights / weights.sum((2, 3), keepdim=True).clamp_min(1)
             found[name] = [torch.einsum("btcu,cuwe->btwe", weights.to(z), z) for z in self.values]
         return found
+
+    def _compared(self, prompt: int) -> list[int]:
+        """The other prompts of one prompt's shape; where it is alone, all others."""
+        shape = tuple(self.labels[prompt])
+        others = [other for other in range(len(self.labels)) if other != prompt]
+        alike = [other for other in others if tuple(self.labels[other]) == shape]
+        return alike or others
 
     # ------------------------------------------------------------------ runs
 
@@ -222,9 +240,9 @@ class Nodes:
     ) -> Iterator[tuple[Int[Tensor, " m"], Int[Tensor, " m"]]]:
         """Batches of ``count`` variants of every prompt, as numbers of variant and prompt."""
         size = len(self.query)
-        for some in torch.arange(count * size, device=self.query.device).split(
-            max(self._at_once // room, 1)
-        ):
+        variants = torch.arange(count * size, device=self.query.device)
+        at_once = max(self._at_once // room, 1)
+        for some in variants.split(at_once):
             yield some // size, some % size
 
     @torch.no_grad()
@@ -235,13 +253,13 @@ class Nodes:
         found = []
         for which, rows in self._rows(len(sets)):
             own = zip(which.tolist(), rows.tolist(), strict=True)
-            keep = (
-                torch.stack([sets[i][row] for i, row in own]).to(rows.device)
-                | ~self.free[rows][:, None]
-            )
+            kept = [sets[i][row] for i, row in own]
+            is_held = ~self.free[rows][:, None]
+            keep = torch.stack(kept).to(rows.device) | is_held
 
             def visit(site: int, z: Tensor, keep: Tensor = keep, rows: Tensor = rows) -> Tensor:
-                here = keep[:, self.sites[site].writers].transpose(1, 2)[..., None].to(z.device)
+                of_site = keep[:, self.sites[site].writers].transpose(1, 2)
+                here = of_site[..., None].to(z.device)
                 return torch.where(here, z, instead[site][rows].to(z))
 
             found.append(self._run(rows, visit))
@@ -258,11 +276,11 @@ class Nodes:
         way : points on it; ``(1.0,)`` is attribution patching.
         direct : whether the nodes that read a node are held.
         """
-        scores = torch.zeros(
-            len(self.query), len(self.names), self.free.shape[1], device=self.query.device
-        )
+        size = len(self.query), len(self.names), self.free.shape[1]
+        scores = torch.zeros(size, device=self.query.device)
         for which, rows in self._rows(len(way), room=2):
-            alpha = torch.tensor(way, device=rows.device)[which][:, None, None, None]
+            points = torch.tensor(way, device=rows.device)
+            alpha = points[which][:, None, None, None]
             leaves = list[Tensor]()
 
             def visit(
@@ -276,16 +294,20 @@ class Nodes:
                 if site == 0:
                     start = instead[site][rows].to(z)
                     free = self.free[rows].to(z.device)
-                    z = torch.where(free[..., None, None], start + alpha.to(z) * (z - start), z)
-                leaves.append(z if z.requires_grad else z.requires_grad_())
-                return leaves[-1]
+                    on_the_way = start + alpha.to(z) * (z - start)
+                    z = torch.where(free[..., None, None], on_the_way, z)
+                if not z.requires_grad:
+                    z.requires_grad_()
+                leaves.append(z)
+                return z
 
-            for site, gradient in enumerate(
-                torch.autograd.grad(self._run(rows, visit, grad=True).sum(), leaves)
-            ):
-                lost = gradient * (self.values[site] - instead[site])[rows].to(gradient)
-                found = lost.sum(-1).transpose(1, 2).to(scores) / len(way)
-                scores[:, self.sites[site].writers] = scores[:, self.sites[site].writers].index_add(
-                    0, rows, found
-                )
+            lead = self._run(rows, visit, grad=True).sum()
+            for site, gradient in enumerate(torch.autograd.grad(lead, leaves)):
+                away = self.values[site] - instead[site]
+                moved = away[rows].to(gradient)
+                lost = (gradient * moved).sum(-1)
+                found = lost.transpose(1, 2).to(scores) / len(way)
+                writers = self.sites[site].writers
+                so_far = scores[:, writers]
+                scores[:, writers] = so_far.index_add(0, rows, found)
         return scores * self.free[:, None]

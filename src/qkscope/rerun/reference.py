@@ -66,7 +66,8 @@ def run_plainly(scope: Scope, ids: Int[Tensor, " t"], changes: Sequence[Change] 
                 change_mask(call, change)
             if isinstance(change, Output) and change.value is not None:
                 _put_head_output(call, change)
-        attention[call.layer] = call.attention([*range(call.q.shape[1])])[0]
+        every_head = [*range(call.q.shape[1])]
+        attention[call.layer] = call.attention(every_head)[0]
 
     every = torch.arange(len(ids), device=scope.device)
     nothing = every[:, None][:, :0]
@@ -90,7 +91,8 @@ def change_mask(call: Call, change: Row | Hidden, prompt: int = 0) -> None:
         call.own_mask(head)[prompt, queries, change.key] = -torch.inf
         return
     logits = call.logits([head])[prompt, 0, change.query]
-    lacking = (change.logits.to(logits) - logits).masked_fill(logits == -torch.inf, 0)
+    is_hidden = logits == -torch.inf
+    lacking = (change.logits.to(logits) - logits).masked_fill(is_hidden, 0)
     call.own_mask(head)[prompt, change.query] += lacking
 
 

@@ -1,10 +1,8 @@
 """Batches run again with edits: what comes before the first edit is computed once, and many changes
 run together.
 
-Everything below the first layer that a change touches is the same in all of them: its last block's
-output is noted in the unchanged run, and handed on instead of running those blocks. Where a model
-does not give its own logits again in this way (later layers read more than the stream), all of it
-runs.
+Everything below the first layer that a change touches is the same in all of them, and does not run
+again (`later_layers`).
 
 A head that is taken out puts out another vector at every token, for all that read it
 (`Edit.outputs`), and every later layer follows. With MLPs held at what they put out before, their
@@ -13,16 +11,14 @@ answers to the head stay, which is no state that the model knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from qkscope import Scope
 from qkscope.changes import Hidden, Output, Row, Words
@@ -32,78 +28,14 @@ from qkscope.model.capture_types import Capture, Places
 from qkscope.model.encode import Encoding
 from qkscope.model.patch import Edit, Patch
 from qkscope.model.prefix import prompt_of
-from qkscope.model.spaces import other_forwards
-from qkscope.model.tap import Call, Stop, cleared, place_of
+from qkscope.model.tap import Call, Stop, cleared
 from qkscope.model.what_if import mean_of_others
+from qkscope.rerun.later_layers import LaterLayers, repeated
 from qkscope.rerun.reads import LayerReads, Read, Reruns, layer_reads, with_words
 from qkscope.rerun.reference import change_mask, module_of
 from qkscope.rerun.rerun_tokens import Again
 
 _TOKENS = 2**13  # run together
-_AGREES = 1e-4  # of the largest logit: how far a run from the middle may be from a whole one
-_FROM_THE_MIDDLE: WeakKeyDictionary[Scope, dict[int, bool]] = (
-    WeakKeyDictionary()
-)  # by first layer, once it was tried
-
-
-class LaterLayers:
-    """A batch that was run, whose layers before some first one need not run again.
-
-    Parameters
-    ----------
-    scope : the model.
-    first : the first layer that any change touches.
-
-    Attributes
-    ----------
-    first : the first layer that runs; 0 where the model does not give its own logits again from
-        the middle, or is changed by a ``with`` block.
-    """
-
-    def __init__(self, scope: Scope, first: int) -> None:
-        self.scope = scope
-        self.touched = first
-        self.first = 0
-        self._skipped: list[nn.Module] = []
-        self._left: Any = None
-        place = place_of(scope.model, _module_names(scope)[first])
-        is_possible = _FROM_THE_MIDDLE.setdefault(scope, {}).get(first, True)
-        if place is not None and is_possible and not scope.is_changed:
-            layers, number = place
-            self._skipped = list(layers)[:number]
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note what the last layer before the first puts out, in a run of the unchanged batch."""
-        with noted(self._skipped[-1:]) as left:
-            yield
-        self._left = next(iter(left.values()), None)
-        self.first = self.touched if self._skipped else 0
-
-    def check(self, whole: Tensor, again: Callable[[], Tensor]) -> None:
-        """Run whole batches from now on, if a run from the middle gives other logits; tried once."""
-        tried = _FROM_THE_MIDDLE[self.scope]
-        if not self._skipped or self.touched in tried:
-            return
-        try:
-            moved = (whole - again()).abs().max()
-            tried[self.touched] = bool(moved <= _AGREES * whole.abs().max())
-        except Exception:  # a layer that misses what those before it left may fail in any way
-            tried[self.touched] = False
-        if not tried[self.touched]:
-            self._skipped = []
-            self.first = 0
-
-    def handing_on(self, count: int) -> AbstractContextManager[None]:
-        """Let the layers before the first hand on what they left, for so many copies of the batch."""
-        left = _repeated(self._left, count)
-        return other_forwards(self._skipped, lambda *_: lambda *_, **__: left)
-
-
-def _module_names(scope: Scope) -> dict[int | None, str]:
-    """The names of attention modules, by layer."""
-    layer_of = scope.facts.layer_of
-    return {layer_of.get(id(module)): name for name, module in scope.model.named_modules()}
 
 
 # ---------------------------------------------------------------- one prompt, with typed changes
@@ -139,12 +71,13 @@ def rerun_layers(
     for start in range(0, len(changes), step):
         some = changes[start : start + step]
         with later.handing_on(len(some)):
-            shown.append(_ChangedTogether(base, some, reads, end).run(later.first, logits))
+            together = _ChangedTogether(base, some, reads, end)
+            shown.append(together.run(later.first, logits))
+    attention = torch.cat([some.attention for some in shown])
+    if not logits:
+        return Reruns(attention, None)
     next_tokens = [some.logits for some in shown if some.logits is not None]
-    return Reruns(
-        torch.cat([some.attention for some in shown]),
-        torch.cat(next_tokens) if logits else None,
-    )
+    return Reruns(attention, torch.cat(next_tokens))
 
 
 def _layer_of(change: Words | Row | Hidden | Output) -> int:
@@ -202,8 +135,9 @@ class _ChangedTogether:
         count = len(self.changes)
         prompt = torch.arange(count).repeat_interleave(len(reads.numbers))
         heads = torch.tensor(reads.heads).repeat(count).to(call.q.device)
-        rows = call.rows(heads, prompt, reads.queries.repeat(count)).attention()[:, 0]
-        attention[:, reads.numbers] = rows.unflatten(0, (count, -1)).to(attention)
+        rows = call.rows(heads, prompt, reads.queries.repeat(count)).attention()
+        by_prompt = rows[:, 0].unflatten(0, (count, -1))
+        attention[:, reads.numbers] = by_prompt.to(attention)
 
     def _change(self, call: Call) -> None:
         """Apply a layer's changes of attention and of heads' outputs, prompt by prompt."""
@@ -234,16 +168,17 @@ class _ChangedTogether:
         everywhere = torch.ones(1, len(own), dtype=torch.bool)
         return mean_of_others(own[None], everywhere)[0]
 
+    def _of_modules(self) -> Iterator[tuple[int, Output]]:
+        """Changed outputs of modules other than heads, with the number of the prompt."""
+        for prompt, own in enumerate(self.changes):
+            for change in own:
+                if isinstance(change, Output) and change.writer.head is None:
+                    yield prompt, change
+
     def _hooks(self) -> list[Any]:
         """Hooks on the modules other than heads whose output is changed."""
-        of_modules = [
-            (prompt, change)
-            for prompt, own in enumerate(self.changes)
-            for change in own
-            if isinstance(change, Output) and change.writer.head is None
-        ]
         hooks = list[Any]()
-        for prompt, change in of_modules:
+        for prompt, change in self._of_modules():
 
             def put(
                 _module: nn.Module,
@@ -322,49 +257,27 @@ class Batch:
             edits += [replace(edit, row=edit.row + number * size) for edit in own]
         patch = Patch(edits, scope)
         picker = Picker(scope.facts, heads, places, stop=False, own_keys=patch.own_keys)
-        inputs = _repeated(batch.inputs, count)
+        inputs = repeated(batch.inputs, count)
         logits = scope.watch(inputs, patch.visit, picker.visit, logits_at=places, first=first)
-        every = picker.finish(
-            _repeated(batch.example, count), _repeated(batch.labels, count), logits
-        )
+        every = picker.finish(repeated(batch.example, count), repeated(batch.labels, count), logits)
         numbers = torch.arange(len(every), device=every.example.device)
         return [every.of_rows(rows) for rows in numbers.chunk(count)]
 
 
 def _repeated_places(places: Places, count: int, size: int) -> Places:
     """Places of a batch of so many sequences, in copies of it that stand one after the other."""
-    fields = _repeated(vars(places), count)
-    starts = torch.arange(count).repeat_interleave(len(places.row)).to(places.row) * size
+    fields = repeated(vars(places), count)
+    copy = torch.arange(count).repeat_interleave(len(places.row))
+    starts = copy.to(places.row) * size
     return Places(**fields | {"row": fields["row"] + starts})
-
-
-def _repeated(value: Any, count: int) -> Any:
-    """The rows of every tensor in a value, one set after the other."""
-    return tree_map_only(
-        Tensor,
-        lambda rows: rows.repeat(count, *[1] * (rows.ndim - 1)) if rows.ndim else rows,
-        value,
-    )
-
-
-@contextmanager
-def noted(parts: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
-    """Note what some modules put out, whole, during a run."""
-    found: dict[nn.Module, Any] = {}
-    with cleared(
-        [
-            part.register_forward_hook(lambda part, _, out: found.__setitem__(part, out))
-            for part in parts
-        ]
-    ):
-        yield found
 
 
 def held_at(outputs: Mapping[nn.Module, Any]) -> AbstractContextManager[None]:
     """Let modules put out what they put out before, during a run."""
-    return cleared(
-        [part.register_forward_hook(lambda *_, out=out: out) for part, out in outputs.items()]
-    )
+    hooks = list[Any]()
+    for part, out in outputs.items():
+        hooks.append(part.register_forward_hook(lambda *_, out=out: out))
+    return cleared(hooks)
 
 
 @torch.no_grad()
@@ -376,7 +289,8 @@ def summed_outputs(
 
     def visit(call: Call) -> None:
         z = call.attend(list(range(call.q.shape[1])))
-        sums[call.layer] = z[shown.to(z.device)].double().sum(0).cpu()
+        of_shown = z[shown.to(z.device)].double()
+        sums[call.layer] = of_shown.sum(0).cpu()
 
     scope.watch(inputs, visit)
     return sums

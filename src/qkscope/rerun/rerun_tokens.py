@@ -12,16 +12,19 @@ whole prompts run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from qkscope import Scope
+from qkscope import BadInput, Scope
 from qkscope.attention import AttentionRows, soft
 from qkscope.changes import Hidden, Row, Words
 from qkscope.heads import Head
@@ -31,12 +34,14 @@ from qkscope.linear.run import Run
 from qkscope.model.capture_types import Places
 from qkscope.model.prefix import ChangedPrompts, TokensAlone, WholePrompts, prompt_of, runs_alone
 from qkscope.model.tap import Call, Stop
+from qkscope.rerun.later_layers import LaterLayers, layers_of, noted
 from qkscope.rerun.reads import LayerReads, Read, Reruns, layer_reads, with_words
 
 _AT_ONCE = 128  # prompts that run together to their logits
 # tokens that run together: on a CPU more are no faster, and less alike
 _TOKENS = {"cpu": 2**8}
 _MORE_TOKENS = 2**12
+_BAND = 80  # prompts of one token that run together: with fewer, reading weights takes the time
 
 
 class _Place(NamedTuple):
@@ -47,6 +52,72 @@ class _Place(NamedTuple):
     query: int
 
 
+@dataclass(frozen=True)
+class _Line:
+    """A changed prompt whose tokens run alone.
+
+    Attributes
+    ----------
+    number : of the prompt.
+    ids : of all its tokens.
+    places : of those that run.
+    changes : of its rows of attention.
+    """
+
+    number: int
+    ids: Int[Tensor, " t"]
+    places: list[int]
+    changes: Sequence[Row | Hidden]
+
+    @property
+    def apart(self) -> int:
+        """The place from which on its tokens are no other prompt's, whatever they are."""
+        queries = [change.query for change in self.changes if change.query is not None]
+        return min(queries, default=len(self.ids))
+
+    @cached_property
+    def tokens(self) -> list[tuple[int, int]]:
+        """Place and id of the tokens that run, and may be those of other prompts, too."""
+        ids = self.ids.tolist()
+        apart = self.apart
+        return [(place, ids[place]) for place in self.places if place < apart]
+
+
+def _shared(lines: Sequence[_Line], room: int, most: int | None) -> Iterator[list[_Line]]:
+    """Batches of prompts that run together, those side by side that begin with the same tokens.
+
+    Parameters
+    ----------
+    lines : all prompts.
+    room : tokens that run together; what several prompts share counts once.
+    most : prompts that run together, if that is limited.
+    """
+    batch = list[_Line]()
+    used = 0
+    for line in sorted(lines, key=lambda line: line.tokens):
+        before = batch[-1].tokens if batch else []
+        own = len(line.places) - _common(line.tokens, before)
+        if batch and (used + own > room or len(batch) == most):
+            yield batch
+            batch = []
+            used = 0
+            own = len(line.places)
+        batch.append(line)
+        used += own
+    if batch:
+        yield batch
+
+
+def _common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int:
+    """How many tokens two prompts begin with in common."""
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
 def rerun_tokens(
     base: Again,
     changes: Sequence[Sequence[Words | Row | Hidden]],
@@ -55,14 +126,92 @@ def rerun_tokens(
     logits: bool,
 ) -> Reruns:
     """Run what stands behind each tuple of changes, up to a token that is read."""
-    ids = torch.stack([with_words(base.ids, own) for own in changes]).cpu()
     rows = [[x for x in own if isinstance(x, Row | Hidden)] for own in changes]
+    is_many = len(changes) > _BAND
+    if is_many and _of_last_token(changes, end) and base.runs_alone(end):
+        return _rerun_last_token(base, rows, reads, end, logits)
+    ids = torch.stack([with_words(base.ids, own) for own in changes]).cpu()
     runs = base.behind(ids, torch.full((len(ids),), end))
     for number, own in enumerate(rows):
         for change in own:
             assert change.query is not None
-            runs[number, change.query :] |= torch.arange(change.query, len(base.ids)) <= end
+            runs[number, change.query : end + 1] = True
     return base.run(ids, runs, reads, rows=rows, logits=logits)
+
+
+def _of_last_token(changes: Sequence[Sequence[Words | Row | Hidden]], end: int) -> bool:
+    """Whether all changes are of attention at the last token that is read."""
+    for own in changes:
+        for change in own:
+            if isinstance(change, Words) or change.query != end:
+                return False
+    return True
+
+
+def _rerun_last_token(
+    base: Again,
+    rows: Sequence[Sequence[Row | Hidden]],
+    reads: Sequence[Read],
+    end: int,
+    logits: bool,
+) -> Reruns:
+    """Run the last token alone, each time from a layer near the first that its changes touch.
+
+    In the layers before it is what it was, so that these run once.
+    """
+    token = torch.zeros(1, len(base.ids), dtype=torch.bool)
+    token[0, end] = True
+    ids = base.ids[None].cpu()
+    with noted(layers_of(base.scope)) as left:
+        plain = base.run(ids, token, logits=True).logits
+    assert plain is not None
+    shown = list[Reruns]()
+    order = list[int]()
+    for first, numbers in _bands(rows):
+        later = LaterLayers(base.scope, first)
+        if first:
+            later.begin(left)
+
+            def again(later: LaterLayers = later) -> Tensor:
+                after = base.run(ids, token, logits=True, later=later).logits
+                assert after is not None
+                return after
+
+            later.check(plain, again)
+        own = [rows[number] for number in numbers]
+        count = len(own)
+        copies = ids.expand(count, -1)
+        tokens = token.expand(count, -1)
+        shown.append(base.run(copies, tokens, reads, rows=own, logits=logits, later=later))
+        order += numbers
+    attention = _put_back([some.attention for some in shown], order)
+    if not logits:
+        return Reruns(attention, None)
+    after = [some.logits for some in shown if some.logits is not None]
+    return Reruns(attention, _put_back(after, order))
+
+
+def _put_back(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """Join rows of several batches, in the order of their numbers."""
+    every = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if all(before < after for before, after in pairwise(order)):  # next-token logits are large
+        return every
+    back = torch.tensor(order).argsort()
+    return every[back.to(every.device)]
+
+
+def _bands(rows: Sequence[Sequence[Row | Hidden]]) -> Iterator[tuple[int, list[int]]]:
+    """Prompts that begin near one layer, and that layer: where more follow, enough to be quick."""
+    firsts = [min((change.head.layer for change in own), default=0) for own in rows]
+    order = sorted(range(len(rows)), key=lambda number: firsts[number])
+    band = list[int]()
+    for number in order:
+        if len(band) >= _BAND and firsts[number] > firsts[band[-1]]:
+            yield firsts[band[0]], band
+            band = []
+        band.append(number)
+    if band:
+        yield firsts[band[0]], band
 
 
 class Again:
@@ -82,6 +231,15 @@ class Again:
         self.inputs = dict(inputs)
         self.calls = calls
         self.ids: Int[Tensor, " t"] = self.inputs["input_ids"][0]
+        for layer, call in calls.items():
+            if call.k.shape[2] != len(self.ids):
+                kind = scope.model.config.model_type
+                count = call.k.shape[2]
+                keys = f"layer {layer} has {count} keys for {len(self.ids)} tokens"
+                raise BadInput(
+                    f"{kind} attends to keys that are no tokens ({keys}), so that prompts are not run "
+                    "again with changes here: take another model."
+                )
 
     @classmethod
     @torch.no_grad()
@@ -104,7 +262,8 @@ class Again:
 
     def row(self, query: int, head: Head) -> AttentionRows:
         """A head's row of attention at a token."""
-        return self.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query]))
+        prompt = torch.tensor([0])
+        return self.calls[head.layer].rows(head.index, prompt, torch.tensor([query]))
 
     def hidden(self, query: int, edges: Sequence[Read]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at a key from
@@ -119,34 +278,32 @@ class Again:
 
     def runs_alone(self, end: int | None = None) -> bool:
         """Whether tokens up to a place may run without those before them; by default, to the last."""
-        last = len(self.ids) - 1
-        return runs_alone(self.scope, self.ids, self.calls, last if end is None else end)
+        if end is None:
+            end = len(self.ids) - 1
+        return runs_alone(self.scope, self.ids, self.calls, end)
 
     def behind(self, ids: Int[Tensor, "b t"], ends: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
         """Tokens of changed prompts from the first change to the last that is read, which runs anyway."""
         differs = ids != self.ids.cpu()
         places = torch.arange(ids.shape[1])
-        runs = (differs.cumsum(1) > 0) & (places <= ends[:, None])
-        return runs | (places == ends[:, None])
+        is_behind = differs.cumsum(1) > 0
+        last = ends[:, None]
+        return (is_behind & (places <= last)) | (places == last)
 
-    def _at_once(self, tokens: int, end: int) -> int:
-        """How many prompts run together with so many tokens each, the last of them at a place."""
-        alone = self.runs_alone(end)
-        return max(room_of(self.scope) // (tokens if alone else len(self.ids)), 1)
+    def _whole(self, ids: Int[Tensor, "b t"], ends: Int[Tensor, " b"]) -> WholePrompts:
+        """Changed prompts as whole prompts."""
+        places = torch.arange(len(self.ids), device=self.ids.device)
+        inputs = prompt_of(self.scope, ids.to(self.ids))
+        return WholePrompts(inputs, places.expand_as(ids), ends.to(self.ids))
 
-    def _prompts(
-        self, ids: Int[Tensor, "b t"], at: Int[Tensor, "b s"], ends: Int[Tensor, " b"]
-    ) -> ChangedPrompts:
-        """Changed prompts as they run: tokens at some places alone, or whole prompts."""
+    def _alone(
+        self, ids: Int[Tensor, "b t"], at: Int[Tensor, "b s"], apart: Int[Tensor, " b"] | None
+    ) -> TokensAlone:
+        """Changed prompts as tokens at some places alone."""
         ids = ids.to(self.ids)
         at = at.to(self.ids)
-        ends = ends.to(self.ids)
-        last_places = sorted(set(at[:, -1].tolist()), reverse=True)
-        if all(self.runs_alone(place) for place in last_places):
-            alone = TokensAlone.of(self.scope, self.calls, ids.gather(1, at), at)
-            return replace(alone, ends=(at == ends[:, None]).int().argmax(1))
-        every = torch.arange(len(self.ids), device=at.device).expand_as(ids)
-        return WholePrompts(prompt_of(self.scope, ids), every, ends)
+        tokens = ids.gather(1, at.clamp_min(0))
+        return TokensAlone.of(self.scope, self.calls, tokens, at, apart)
 
     # ------------------------------------------------------------------ runs
 
@@ -158,6 +315,7 @@ class Again:
         *,
         rows: Sequence[Sequence[Row | Hidden]] = (),
         logits: bool = False,
+        later: LaterLayers | None = None,
         likelihood: bool = False,
     ) -> Reruns:
         """Run some tokens of changed prompts, among keys and values of the unchanged one.
@@ -170,33 +328,62 @@ class Again:
         reads : rows of attention that are read.
         rows : of each prompt, changes of attention at tokens that run.
         logits : whether next-token logits are wanted.
+        later : the layers that run, where those before them are as they were at the one token.
         likelihood : whether the log-probabilities of the tokens behind those that run are wanted,
             in place of logits.
         """
         attention = self.attention(reads).repeat(len(ids), 1, 1)
-        next_tokens: dict[int, Tensor] = {}
+        changed = rows or [()] * len(ids)
+        next_tokens = list[Tensor]()
+        order = list[int]()
         likely = torch.zeros(ids.shape, device=attention.device) if likelihood else None
-        widths = runs.sum(1)
-        ends = runs.shape[1] - 1 - runs.flip(1).int().argmax(1)
-        order = widths.argsort(descending=True, stable=True)
-        while len(order):
-            width = int(widths[order[0]])
-            count = self._at_once(width, int(ends.max()))
-            batch = order[: min(count, _AT_ONCE) if logits else count]
-            order = order[len(batch) :]
-            at = first_places(runs[batch], width)
-            prompts = self._prompts(ids[batch], at, ends[batch])
-            changed = [rows[number] for number in batch.tolist()] if rows else [()] * len(batch)
-            step = _Batch(self, prompts, reads, changed)
-            found, after = step.run(attention[batch.to(attention.device)], logits, likelihood)
-            attention[batch.to(attention.device)] = found
+        for numbers, prompts in self._batches(ids, runs, changed, _AT_ONCE if logits else None):
+            step = _Batch(self, prompts, reads, [changed[number] for number in numbers], later)
+            at = torch.tensor(numbers, device=attention.device)
+            attention[at], after = step.run(attention[at], logits, likelihood)
+            order += numbers
             if likely is not None:
                 assert after is not None
-                likely[batch.to(likely.device)] = _behind_each(after, ids[batch], prompts.at)
+                likely[at] = _behind_each(after, ids[numbers], prompts).to(likely)
             elif after is not None:
-                next_tokens |= dict(zip(batch.tolist(), after, strict=True))
-        every = [next_tokens[number] for number in range(len(next_tokens))]
-        return Reruns(attention, torch.stack(every) if every else None, likely)
+                next_tokens.append(after)
+        if not logits:
+            return Reruns(attention, None, likely)
+        return Reruns(attention, _put_back(next_tokens, order))
+
+    def _batches(
+        self,
+        ids: Int[Tensor, "b t"],
+        runs: Bool[Tensor, "b t"],
+        changed: Sequence[Sequence[Row | Hidden]],
+        most: int | None,
+    ) -> Iterator[tuple[list[int], ChangedPrompts]]:
+        """Batches of changed prompts, and their numbers: of whole ones, and of those whose tokens
+        run alone.
+        """
+        places = [row.nonzero()[:, 0].tolist() for row in runs]
+        ends = torch.tensor([own[-1] for own in places])
+        room = room_of(self.scope)
+        whole = list[int]()
+        alone = list[int]()
+        for number, own in enumerate(places):
+            if self.runs_alone(own[-1]):
+                alone.append(number)
+            else:
+                whole.append(number)
+        count = max(room // len(self.ids), 1)
+        for start in range(0, len(whole), count):
+            numbers = whole[start : start + count]
+            yield numbers, self._whole(ids[numbers], ends[numbers])
+        lines = list[_Line]()
+        for number in alone:
+            lines.append(_Line(number, ids[number], places[number], changed[number]))
+        for together in _shared(lines, room, most):
+            numbers = [line.number for line in together]
+            of_each = [torch.tensor(line.places) for line in together]
+            at = pad_sequence(of_each, batch_first=True, padding_value=-1, padding_side="left")
+            apart = torch.tensor([line.apart for line in together])
+            yield numbers, self._alone(ids[numbers], at, apart)
 
     def attention(self, reads: Sequence[Read]) -> Float[Tensor, "n t"]:
         """Rows of attention of the unchanged prompt."""
@@ -205,8 +392,8 @@ class Again:
             call = self.calls[layer]
             heads = torch.tensor(own.heads, device=call.q.device)
             queries = own.queries.to(call.q.device)
-            found = call.rows(heads, torch.zeros_like(queries), queries).attention()[:, 0]
-            rows[own.numbers] = found.to(rows)
+            found = call.rows(heads, torch.zeros_like(queries), queries).attention()
+            rows[own.numbers] = found[:, 0].to(rows)
         return rows
 
     def record(
@@ -224,10 +411,15 @@ class Again:
         them, as attention does not depend on their order.
         """
         at = at.to(self.ids)[None]
-        prompts = self._prompts(ids[None], at, at[:, -1])
+        prompts: ChangedPrompts
+        if self.runs_alone(int(at[0, -1])):
+            prompts = self._alone(ids[None], at, None)
+        else:
+            prompts = self._whole(ids[None], at[:, -1])
         slots = torch.searchsorted(prompts.at.contiguous(), torch.tensor([look]).to(at))
         shown = torch.ones_like(slots, dtype=torch.bool)
-        places = Places(at[:, 0] * 0, slots[:, 0], slots.flip(1), shown)
+        row = torch.zeros_like(at[:, 0])
+        places = Places(row, slots[:, 0], slots.flip(1), shown)
         run = reader.record(
             prompts.inputs, places, deep=[layer], last=layer, visits=[prompts.attend]
         )
@@ -246,12 +438,14 @@ class _Batch:
     prompts : as they run.
     reads : rows of attention that are read.
     changed : by prompt, changes of attention.
+    later : the layers that run; all, if None.
     """
 
     base: Again
     prompts: ChangedPrompts
     reads: Sequence[Read]
     changed: Sequence[Sequence[Row | Hidden]]
+    later: LaterLayers | None = None
 
     @torch.no_grad()
     def run(
@@ -260,7 +454,7 @@ class _Batch:
         """Run up to the last layer that is read, or to the logits; fill in attention where it ran.
 
         Logits are those of the last token of each prompt, or of all tokens that ran ``everywhere``,
-        prompt by prompt.
+        slot by slot.
         """
         layers = layer_reads(self.reads)
         last = None if logits or everywhere else max(layers)
@@ -273,20 +467,20 @@ class _Batch:
             self.prompts.attend(call)
             self._change(call)
 
-        row = torch.arange(len(attention), device=self.prompts.at.device)
-        nothing = self.prompts.at[:, :0]
-        read = Places(row, self.prompts.ends, nothing, nothing.bool())
-        if everywhere:
-            slots = torch.arange(self.prompts.at.shape[1], device=row.device)
-            rows, slots = torch.cartesian_prod(row, slots).unbind(1)
-            read = Places(rows, slots, nothing, nothing.bool())
-        scores = self.base.scope.watch(
-            self.prompts.inputs,
-            visit,
-            logits_at=None if last is not None else read,
-            only=None if last is None else range(last + 1),
-        )
+        read = None if last is not None else self.prompts.read_at(everywhere)
+        only = None if last is None else range(last + 1)
+        first = 0 if self.later is None else self.later.first
+        watch = self.base.scope.watch
+        with self._from_first():
+            scores = watch(self.prompts.inputs, visit, logits_at=read, first=first, only=only)
         return attention, scores
+
+    def _from_first(self) -> AbstractContextManager[None]:
+        """Let the layers before the first that runs hand on what they left."""
+        if self.later is None or not self.later.first:
+            return nullcontext()
+        rows, columns = self.prompts.inputs["input_ids"].shape
+        return self.later.handing_on_token(rows, columns)
 
     def _changed_rows(self, layer: int) -> dict[_Place, list[Row | Hidden]]:
         """Changes of attention in a layer, by the row that they concern."""
@@ -302,7 +496,8 @@ class _Batch:
     def _read(self, call: Call, reads: LayerReads, attention: Tensor) -> None:
         """Put the rows of a layer that are read into a table, where their queries run."""
         prompts = self.prompts
-        is_query = prompts.at[:, None] == reads.queries[:, None].to(prompts.at)
+        queries = reads.queries.to(prompts.at)
+        is_query = prompts.at[:, None] == queries[:, None]
         which = is_query.int().argmax(-1)
         heads = sorted(set(reads.heads))
         logits = prompts.by_prompt(prompts.part(call, which).logits(heads), which)
@@ -310,29 +505,42 @@ class _Batch:
         head = torch.tensor([heads.index(index) for index in reads.heads], device=logits.device)
         logits = logits[:, head, number]
         columns = prompts.columns.to(logits.device)
-        for place, changes in self._changed_rows(call.layer).items():
-            for read, (index, query) in enumerate(
-                zip(reads.heads, reads.queries.tolist(), strict=True)
-            ):
-                if (index, query) == (place.head, place.query):
-                    row = logits[place.prompt, read]
-                    logits[place.prompt, read] = _with_changes(row, columns, changes)
-        sinks = None if call.sinks is None else call.sinks.float()[reads.heads]
-        weights = soft(logits, None if sinks is None else sinks.expand(logits.shape[:2]))
+        self._change_read(call.layer, reads, logits, columns)
+        sinks = None
+        if call.sinks is not None:
+            of_heads = call.sinks.float()[reads.heads]
+            sinks = of_heads.expand(logits.shape[:2])
+        weights = soft(logits, sinks)
         rows = weights.new_zeros(*weights.shape[:2], attention.shape[-1])
         rows.index_add_(-1, columns, weights)
         ran = is_query.any(-1)[..., None].to(attention.device)
-        attention[:, reads.numbers] = rows.to(attention).where(ran, attention[:, reads.numbers])
+        before = attention[:, reads.numbers]
+        attention[:, reads.numbers] = rows.to(attention).where(ran, before)
+
+    def _change_read(
+        self,
+        layer: int,
+        reads: LayerReads,
+        logits: Float[Tensor, "b n k"],
+        columns: Int[Tensor, " k"],
+    ) -> None:
+        """Put changes of attention into the rows of a layer that are read."""
+        places = list(zip(reads.heads, reads.queries.tolist(), strict=True))
+        for place, changes in self._changed_rows(layer).items():
+            for read, seen in enumerate(places):
+                if seen == (place.head, place.query):
+                    row = logits[place.prompt, read]
+                    logits[place.prompt, read] = _with_changes(row, columns, changes)
 
     def _change(self, call: Call) -> None:
         """Put in what heads put out where their rows of attention are changed."""
         rows = self._changed_rows(call.layer)
         while rows:  # one query of each prompt at a time
             queries = {place.prompt: place.query for place in rows}
-            now = {
-                place: own for place, own in rows.items() if place.query == queries[place.prompt]
-            }
-            rows = {place: own for place, own in rows.items() if place not in now}
+            now = dict[_Place, list[Row | Hidden]]()
+            for place in list(rows):
+                if place.query == queries[place.prompt]:
+                    now[place] = rows.pop(place)
             self._change_once(call, queries, now)
 
     def _change_once(
@@ -341,19 +549,24 @@ class _Batch:
         """Put in what heads put out at one query of each prompt."""
         prompts = self.prompts
         at = prompts.at.cpu()
-        steps = [(at[i] == queries.get(i, -1)).int().argmax() for i in range(len(at))]
-        which = torch.stack(steps)[:, None]
+        query = torch.full((len(at), 1), -1)
+        for prompt, its_query in queries.items():
+            query[prompt] = its_query
+        which = (at == query).int().argmax(1, keepdim=True)
         part = prompts.part(call, which)
         heads = sorted({place.head for place in rows})
         logits = prompts.by_prompt(part.logits(heads), which)[:, :, 0]
         columns = prompts.columns.to(logits.device)
         group = part.q.shape[1] // part.v.shape[1]
         for place, changes in rows.items():
-            row = _with_changes(logits[place.prompt, heads.index(place.head)], columns, changes)
-            weights = soft(row, None if call.sinks is None else call.sinks.float()[place.head])
-            value = weights @ prompts.values(part, place.prompt)[place.head // group].float()
+            before_changes = logits[place.prompt, heads.index(place.head)]
+            row = _with_changes(before_changes, columns, changes)
+            sink = None if call.sinks is None else call.sinks.float()[place.head]
+            weights = soft(row, sink)
+            values = prompts.values(part, place.prompt)[place.head // group]
+            value = weights @ values.float()
             before = call.outputs.get(place.head)
-            where = (place.prompt, int(which[place.prompt]))
+            where = prompts.cell(place.prompt, int(which[place.prompt]))
             call.outputs[place.head] = partial(_put, where, value, before)
 
 
@@ -371,21 +584,19 @@ def _with_changes(
 
 
 def _behind_each(
-    logits: Float[Tensor, "bs v"], ids: Int[Tensor, "b t"], at: Int[Tensor, "b s"]
+    logits: Float[Tensor, "n v"], ids: Int[Tensor, "b t"], prompts: ChangedPrompts
 ) -> Float[Tensor, "b t"]:
     """Log-probability of the token behind each place that ran; 0 at others, and at the last."""
+    at = prompts.at
     ids = ids.to(at)
-    behind = ids.roll(-1, 1).gather(1, at).flatten()
-    chances = logits.gather(1, behind[:, None].to(logits.device))[:, 0] - logits.logsumexp(1)
-    by_place = chances.new_zeros(ids.shape).scatter(1, at, chances.view(at.shape).to(at.device))
-    by_place[:, -1] = 0
-    return by_place
-
-
-def first_places(runs: Bool[Tensor, "b t"], width: int) -> Int[Tensor, "b s"]:
-    """Places of the tokens that run, in order; others fill up where a prompt has fewer than these."""
-    chosen = runs.int().argsort(dim=1, descending=True, stable=True)[:, :width]
-    return chosen.sort(dim=1).values
+    behind = ids.roll(-1, 1).gather(1, at.clamp_min(0)).to(logits.device)
+    slots = prompts.slots.to(logits.device)
+    chances = logits[slots, behind] - logits.logsumexp(1)[slots]
+    places = at.masked_fill(at < 0, ids.shape[1])  # of none: one column more
+    by_place = chances.new_zeros(len(ids), ids.shape[1] + 1)
+    by_place = by_place.scatter(1, places.to(chances.device), chances)
+    by_place[:, -2:] = 0
+    return by_place[:, :-1]
 
 
 def _put(

@@ -1,6 +1,4 @@
-"""Reasons: the words that decide a look, who carried them, and every head by what decides where it
-looks.
-"""
+"""Reasons: the words that decide a look, who carried them, and every head by its rule."""
 
 from __future__ import annotations
 
@@ -9,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from qkscope.heads import Head
 from qkscope.results.result import Record, Tables
 from qkscope.show import PAGE_NAMES, Block, drawing, number
 from qkscope.text import grouped
 
 _CAUSES = {"yes": "shown", "open": "open"}
 """The verdict that a page colours, by whether a word is a cause."""
-_SCORED = ("name", "offset", "tokens", "looks")
 """What the map of heads says of a head's score."""
 
 
@@ -28,25 +26,14 @@ def family_of(kind: str) -> str:
     return "position" if kind.startswith("position") else kind
 
 
-@drawing(
-    "atlas",
-    "head",
-    "layer",
-    "index",
-    "kind",
-    "name",
-    "share",
-    "looks",
-    "leaves",
-    "offset",
-    "tokens",
-    leads=True,
-)
+@drawing("atlas", "head", "kind", "rule", "rest", "iou", "mean_row_iou", "cost", leads=True)
 def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
     """Every head.
 
-    Each head is named by what decides where it looks, tested by changing every word of passages:
-    its jobs, with their shares of its looks. Click a head on the map, a kind to see its heads
+    Each head by a rule that gives its attention from the text alone: fitted on some documents, its
+    rows set beside the head's own on others (IoU), and the head's mean row by distance beside both.
+    Rest is the weight of that mean row in the rule; over .5 counts as no rule. Cost is the rise of
+    perplexity with the rule in the head's place. Click a head on the map, a kind to see its heads
     alone, a column to sort, a line to open it.
     """
     kinds = {row["head"]: family_of(row["kind"]) for row in block.rows}
@@ -55,12 +42,14 @@ def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
     for family, text in PAGE_NAMES["families"].items():
         if counts[family]:
             families[family] = [text, counts[family]]
-    scores = {}
-    for row in tables.get("scores", ()):
-        scores[row["head"]] = {column: row[column] for column in _SCORED}
+    rows = []
+    for row in block.rows:
+        head = Head.parse(row["head"])
+        rows.append({**row, "layer": head.layer, "index": head.index})
+    beside = {row["head"]: dict(row) for row in tables.get("baselines", ())}
     looks = grouped(tables.get("examples", ()), lambda row: row["head"])
-    options = {"families": families, "of": kinds, "scores": scores, "looks": looks}
-    yield replace(block, options=options)
+    options = {"families": families, "of": kinds, "beside": beside, "looks": looks}
+    yield replace(block, rows=rows, options=options)
 
 
 @drawing(

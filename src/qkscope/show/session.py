@@ -90,7 +90,7 @@ class Call(NamedTuple):
 
 
 def read_features(folder: str | Path, scope: Scope) -> Result:
-    """The fit that `decompose` wrote into a folder, or the names of heads that `atlas` did."""
+    """The fit that `decompose` wrote into a folder, or the rules of heads that `atlas` did."""
     result = features_result(folder)
     if result.experiment.startswith("decompose"):
         return cast(Fit, load_fit(folder, scope))
@@ -120,7 +120,7 @@ class Session:
     Parameters
     ----------
     scope : the model.
-    known : a fit, whose features split logits too, or an atlas, which names heads.
+    known : a fit, whose features split logits too, or an atlas, which has their rules.
     folder : that it was read from.
     """
 
@@ -140,8 +140,8 @@ class Session:
             for head in known.heads:
                 self.features[str(head)] = {name: known[name, head] for name in names}
         tables = {} if known is None else known.tables
-        # by head its name, with more
-        self.about = {row["head"]: row for row in tables.get("atlas", ())}
+        # by head its rule, with more
+        self.about = {row["head"]: row for row in tables.get("heads", ()) if "rule" in row}
         self.texts = grouped(tables.get("examples", ()), lambda row: row["head"])
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int], str] = str
@@ -258,9 +258,9 @@ class Session:
         return {**_shown(result), **_where(trace), **self._on_text(trace.head)}
 
     def _on_text(self, head: Head) -> Reply:
-        """What an atlas knows of a head: its name, and where it looks in a few texts."""
+        """What an atlas knows of a head: its rule, and where it looks in a few texts."""
         known = self.about.get(str(head))
-        about = "" if known is None else f"On text: {known['name']}."
+        about = "" if known is None else f"On text: {known['rule']}."
         texts = self.texts.get(str(head), [])
         return {"texts": texts[:_TEXTS], "about": about}
 

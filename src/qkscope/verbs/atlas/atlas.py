@@ -1,64 +1,52 @@
-"""The atlas: every head by what decides where it looks, found by changing words in plain text.
+"""The atlas: every head by a rule that can take its place.
 
-A passage is changed one word at a time (`qkscope.findings.because`), and each changed passage
-serves every head: a look of each head, drawn among those that give .3 or more to a token that is
-not the first, gets its reason. A head's *jobs* are the reasons of its looks, and the first is its
-kind: *induction* (after a copy of the query's word), *duplicate token* (to a copy), *previous
-token* and other fixed *positions*, *self*, the *key word*, the *query word*, or none of few words.
-A name is a prediction: on documents that nothing was chosen on it says which token the head looks
-at, beside the best fixed offset, the previous token, the query itself and a table of tokens, all
-fitted on the same passages.
+How each head attends is read in passages of plain text, and a rule of at most five parts is fitted
+to it (`qkscope.verbs.atlas.rule_fit`): the first token, offsets, decays, copies, what follows
+copies, words of a kind, and *rest*, the head's mean row by distance. On passages of other documents
+the rule's rows are set beside the head's own (IoU), with the mean row, the best offset and another
+head's rule as baselines; and the rule takes the head's place, for what that does to the next token.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import BadInput, Example, Result, Scope
-from qkscope.checking import Count, Seed, checked_class
-from qkscope.findings.because import Because
-from qkscope.findings.finding import Look
-from qkscope.findings.head_jobs import job_of
-from qkscope.findings.prompt_trace import reader_of
+from qkscope import BadInput, Example, Scope
+from qkscope.checking import Count, Seed
+from qkscope.findings.rules import MOSTLY_REST, First, Rest, Rule
+from qkscope.findings.shipped_atlas import Atlas, rule_row
 from qkscope.findings.task_batches import made_with
 from qkscope.heads import Head
-from qkscope.linear.attribution import direct_effect
-from qkscope.model.capture_types import Places
 from qkscope.model.encode import token_texts
-from qkscope.rerun.alternatives import lexicon_of
-from qkscope.rerun.rerun_tokens import Again, prompt_of, room_of
 from qkscope.results.progress import doing
 from qkscope.results.work import current_work, verb
 from qkscope.seeds import derived_seed
 from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.documents import Document, package_texts, python_texts, text_hash
 from qkscope.texts.holdout import Passage, split
-from qkscope.verbs.atlas.head_names import BEGUN, FEW, JOBS, NO_RULE, SINK, Sights, score_rows
+from qkscope.verbs.atlas.costs import NextTokens
+from qkscope.verbs.atlas.patterns import Patterns, log_loss, row_overlap
+from qkscope.verbs.atlas.rule_fit import RuleFit
+from qkscope.verbs.atlas.word_classes import WordClasses
 
 Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"] | None
-# tokens of a passage, and alternatives of each word
+#: The most tokens of a passage.
 LENGTH = 64
-WORDS = 4
-_EACH = 2  # looks of a head in a passage
-_TOKENS = 5  # tokens that a head looks at most
+_LEAST = 16  # tokens of a passage
+_COSTED = 4  # passages in which rules take heads' places
+_EXAMPLES = 3  # of each head
+_ATTENDED = 0.1  # attention from which on a token is an example
+_KEYS = 4  # of an example, by the head and by its rule
+_FEW = 3  # heads that the answer names one by one
 _KINDS = 8  # kinds of heads in the answer
-
-
-@checked_class
-@dataclass(frozen=True)
-class Atlas(Result):
-    """All heads in their order; ``tables["scores"]`` has the names beside the baselines."""
-
-    main = "atlas"
 
 
 @verb("atlas")
@@ -74,15 +62,15 @@ def atlas(
     out: str | Path | None = None,
     progress: bool | None = None,
 ) -> Atlas:
-    """Name every head by what decides where it looks on plain text.
+    """Give every head a rule that can take its place, fitted on plain text and tested on other.
 
     Parameters
     ----------
     scope : the model.
     texts : documents, or strings that are documents of their own; if not given, the texts that come
-        with Python, and names are scored on what installed packages say of themselves.
-    n, test : passages whose words are changed, and others, of other documents, on which names are
-        scored.
+        with Python, and rules are tested on what installed packages say of themselves.
+    n, test : passages that rules are fitted on, and others, of other documents, that they are
+        tested on.
     heads : heads by name; all by default.
     length : the most tokens of a passage.
     seed : of every draw.
@@ -94,69 +82,53 @@ def atlas(
     --------
     >>> from qkscope import tasks
     >>> texts = [unit[0].text for unit in tasks.induction().draw("fit", "answer", 200)]
-    >>> names = atlas(Scope.load("nano:mixed"), texts, 8, test=8, heads="L1H1", length=32, progress=False)
-    >>> names.table()[0]["kind"]
+    >>> scope = Scope.load("nano:mixed")
+    >>> made = atlas(scope, texts, 8, test=8, heads="L1H1", length=32, progress=False)
+    >>> made["L1H1"].rule.name
     'induction'
     """
     chosen = tuple(scope.parse(heads))
     documents, others = _documents(texts)
-    fit = passages_of(scope, documents, n, length, seed)
-    tested = passages_of(scope, others, test, length, seed, "test")
+    fitted = tuple(passages_of(scope, documents, n, length, seed))
+    tested = tuple(passages_of(scope, others, test, length, seed, "test"))
     work = current_work()
     work.begin(
-        scope,
-        [fit, tested],
-        heads=[str(head) for head in chosen],
-        length=length,
-        seed=seed,
-        words=WORDS,
+        scope, [fitted, tested], heads=[str(head) for head in chosen], length=length, seed=seed
     )
-    seen = Sights.of(scope, chosen, fit)
-    unseen = Sights.of(scope, chosen, tested)
-    looks: dict[str, list[dict[str, Any]]] = {str(head): [] for head in chosen}
-    for i in range(len(fit)):
-        with doing(f"changing the words of passage {i + 1} of {len(fit)}", progress):
-            changed = partial(look_rows, scope, chosen, seen, i, derived_seed(seed, "atlas", i))
-            for row in work.once(f"passage {i}", changed):
-                looks[row["head"]].append(row | {"passage": i})
-    rows = [head_row(scope, head, h, looks[str(head)], seen) for h, head in enumerate(chosen)]
-    jobs = _job_rows(looks)
-    scores = score_rows(rows, jobs, seen, unseen)
-    examples = _examples(looks)
-    _promote(scope, seen.ids, rows, examples)
+    classes = WordClasses.of(scope, torch.tensor([i for passage in fitted for i in passage.ids]))
+    rows: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("heads", "rules", "baselines", "examples")
+    }
+    layers = sorted({head.layer for head in chosen})
+    read = cache(partial(Patterns.of, scope, chosen))
+    for layer in layers:
+        numbers = [h for h, head in enumerate(chosen) if head.layer == layer]
+
+        def make(numbers: list[int] = numbers) -> dict[str, list[dict[str, Any]]]:
+            fit = RuleFit(read(fitted).of_heads(numbers), classes)
+            heads = [chosen[h] for h in numbers]
+            return _layer_rows(scope, heads, fit, read(tested).of_heads(numbers))
+
+        with doing(f"fitting the rules of layer {layer} ({len(layers)} layers)", progress):
+            for name, made in work.once(f"layer {layer}", make).items():
+                rows[name] += made
     return Atlas(
         experiment="atlas",
-        answer=_answer(rows, scores, len(fit), len(tested)),
-        tables={"atlas": rows, "scores": scores, "jobs": jobs, "examples": examples},
+        answer=sentence(rows["heads"], rows["baselines"], len(fitted), len(tested)),
+        tables=rows,
+        arrays={"classes": classes.of_token},
         seed=seed,
-        **made_with(scope, text=text_hash(documents), n=len(fit), test=len(tested), length=length),
+        **made_with(
+            scope, text=text_hash(documents), n=len(fitted), test=len(tested), length=length
+        ),
     )
-
-
-def _job_rows(looks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The table ``jobs``: how often each head does what, the commonest job first."""
-    rows = []
-    for head, of_head in looks.items():
-        for job, count in Counter(look["job"] for look in of_head).most_common():
-            share = count / len(of_head)
-            rows.append({"head": head, "job": job, "share": share, "looks": count})
-    return rows
-
-
-def _examples(looks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The table ``examples``: each head's strongest looks."""
-    rows = []
-    for of_head in looks.values():
-        for look in sorted(of_head, key=lambda row: -row["attention"])[:JOBS]:
-            rows.append({name: value for name, value in look.items() if name != "group"})
-    return rows
 
 
 # ---------------------------------------------------------------------- text
 
 
 def _documents(texts: Texts) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-    """Documents that names are made on, and those that they are scored on; blank ones are left out."""
+    """Documents that rules are fitted on, and those that they are tested on; without blank ones."""
     if texts is None:
         return python_texts(docstrings=True), package_texts()
     documents = list[Document]()
@@ -182,7 +154,7 @@ def passages_of(
     if scope.encoder.unknown is not None:
         _check_words(documents, encode, scope.encoder.unknown)
     passages = split(documents, encode, length=length, seed=seed)[side]
-    long = [passage for passage in passages if len(passage.ids) > BEGUN]
+    long = [passage for passage in passages if len(passage.ids) > _LEAST]
     generator = torch.Generator().manual_seed(derived_seed(seed, "passages", side))
     order = torch.randperm(len(long), generator=generator).tolist()
     chosen = [long[i] for i in order[:count]]
@@ -203,155 +175,130 @@ def _check_words(
         )
 
 
-# ---------------------------------------------------------------------- looks and their reasons
+# ---------------------------------------------------------------------- rules, fitted and tested
 
 
-def look_rows(
-    scope: Scope, heads: Sequence[Head], sights: Sights, i: int, seed: int
-) -> list[dict[str, Any]]:
-    """Looks of each head in one of some passages, with what decides them."""
-    passage = sights.passages[i]
-    looks = _drawn_looks(heads, sights, i, seed)
-    if not looks:
-        return []
-    again = Again.of(scope, torch.tensor(passage.ids, device=scope.device))
-    tokens = token_texts(scope, passage.ids)
-    decode = partial(
-        scope.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    prompts = dict[int, str]()  # up to each query: what to type to ask again
-    for look in looks:
-        prompts[look.query] = str(decode(passage.ids[: look.query + 1]))
+def _layer_rows(
+    scope: Scope, heads: Sequence[Head], fit: RuleFit, test: Patterns
+) -> dict[str, list[dict[str, Any]]]:
+    """Rows of all tables for the heads of one layer."""
+    rules = {head: fit.rule(h) for h, head in enumerate(heads)}
+    costs = NextTokens(scope, test.passages[:_COSTED]).costs(rules)
+    rows: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("heads", "rules", "baselines", "examples")
+    }
+    for h, (head, rule) in enumerate(rules.items()):
+        neighbour = rules[heads[(h + 1) % len(heads)]]
+        scores = score_head(fit, test, h, rule, neighbour)
+        rows["heads"].append({
+            "head": str(head), "kind": rule.name, "rule": str(rule), "rest": rule.rest,
+            "iou": scores["iou"], "mean_row_iou": scores["mean_row"], "cost": costs[head],
+            "n": scores["n"],
+        })  # fmt: skip
+        rows["rules"].append(rule_row(head, rule))
+        kept = {name: x for name, x in scores.items() if name not in ("iou", "mean_row", "n")}
+        rows["baselines"].append({"head": str(head), **kept})
+        rows["examples"] += _examples(scope, head, test, h, rule)
+    return rows
+
+
+def score_head(fit: RuleFit, test: Patterns, h: int, rule: Rule, neighbour: Rule) -> dict[str, Any]:
+    """How well a rule gives a head's rows in passages that it was not fitted on, with baselines.
+
+    Parameters
+    ----------
+    fit : what the rule was fitted on.
+    test : other passages.
+    h : the head's number.
+    rule : its rule.
+    neighbour : another head's.
+    """
+    own = test.of_head(h)
+    rules = {
+        "iou": rule,
+        "mean_row": fit.mean_row(h),
+        "first_token": Rule([(1.0, First())]),
+        "best_offset": fit.best_offset(h),
+        "other_rule": neighbour,
+    }
+    says = {name: test.rows(other.attention(test.ids)) for name, other in rules.items()}
+    ious = {name: row_overlap(rows, own) for name, rows in says.items()}
+    gain = (ious["iou"] - ious["mean_row"]).double()
+    low, high = clustered_bootstrap(gain[:, None], test.groups)
+    return {
+        "n": len(own),
+        **{name: float(values.mean()) for name, values in ious.items()},
+        "gain": float(gain.mean()),
+        "low": float(low[0]),
+        "high": float(high[0]),
+        "log_loss": float(log_loss(says["iou"], own).mean()),
+        "mean_row_log_loss": float(log_loss(says["mean_row"], own).mean()),
+    }
+
+
+def _examples(scope: Scope, head: Head, test: Patterns, h: int, rule: Rule) -> list[dict[str, Any]]:
+    """The table ``examples``: looks where a head gives most to a token besides the first, one a
+    passage, and what its rule says there.
+    """
+    says = rule.attention(test.ids)
+    own = test.attention[:, h].clone() * test.counted[:, :, None]
+    own[..., 0] = 0
+    largest = own.flatten(1).max(1)
     rows = []
-    because = Because(again, looks, seed, WORDS)
-    for reason in because.reasons(follow=False, near=False, levels="none"):
-        look = reason.look
+    for i in largest.values.argsort(descending=True)[:_EXAMPLES].tolist():
+        query, key = divmod(int(largest.indices[i]), own.shape[2])
+        if float(largest.values[i]) < _ATTENDED:
+            continue
+        passage = test.passages[i]
+        row = test.attention[i, h, query, : query + 1]
         rows.append({
-            "head": str(look.head), "job": job_of(reason), "query": look.query, "key": look.key,
-            "attention": reason.before, "group": passage.group, "document": passage.document, "tokens": tokens,
-            "text": prompts[look.query], "causes": [row["position"] for row in reason.causes],
+            "head": str(head), "query": query, "key": key, "attention": float(row[key]),
+            "says": float(says[i, query, key]), "document": passage.document,
+            "text": _text(scope, passage.ids[: query + 1]),
+            "tokens": token_texts(scope, passage.ids), "keys": _keys(row, says[i, query, : query + 1]),
+            "causes": [],
         })  # fmt: skip
     return rows
 
 
-def _drawn_looks(heads: Sequence[Head], sights: Sights, i: int, seed: int) -> list[Look]:
-    """At most `_EACH` looks of every head in one passage."""
-    draws = torch.Generator().manual_seed(seed)
-    looks = list[Look]()
-    for h, head in enumerate(heads):
-        queries = sights.looks[i, h].nonzero()[:, 0].tolist()
-        order = torch.randperm(len(queries), generator=draws).tolist()
-        for query in [queries[place] for place in order[:_EACH]]:
-            looks.append(Look(head, query, int(sights.keys[i, h, query])))
-    return looks
+def _text(scope: Scope, ids: Sequence[int]) -> str:
+    """What to type to ask again."""
+    text = scope.tokenizer.decode(
+        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return str(text)
 
 
-def head_row(
-    scope: Scope, head: Head, h: int, looks: Sequence[Mapping[str, Any]], sights: Sights
-) -> dict[str, Any]:
-    """A row of the table ``atlas``: a head's kind and name by its looks, its offset, its tokens."""
-    lexicon = lexicon_of(scope)
-    layer = scope.facts.layers[head.layer]
-    passage, query, key = sights.of_head(h)
-    queries = sum(len(passage.ids) - BEGUN for passage in sights.passages)
-    offsets = Counter((key - query).tolist()).most_common(1)
-    attracts = Counter(sights.ids[passage, key].tolist()).most_common(_TOKENS)
-    kind = SINK
-    name = "rests on the first token"
-    share = None
-    low = high = float("nan")
-    if len(looks) >= FEW:
-        jobs = Counter(row["job"] for row in looks).most_common()
-        kind, count = jobs[0]
-        share = count / len(looks)
-        name = ", ".join(f"{job} {count / len(looks):.0%}" for job, count in jobs[:JOBS])
-        low, high = _interval(looks, kind)
-    return {
-        "head": str(head), "layer": head.layer, "index": head.index, "kind": kind, "name": name, "share": share,
-        "low": low, "high": high, "looks": len(looks), "leaves": len(query) / max(queries, 1),
-        "offset": offsets[0][0] if offsets else None,
-        "tokens": " ".join(repr(lexicon.text(i)) for i, _ in attracts),
-        "promotes": "", "key_head": f"L{head.layer}K{head.kv(layer.n_heads // layer.n_kv_heads)}",
-    }  # fmt: skip
-
-
-def _interval(looks: Sequence[Mapping[str, Any]], kind: str) -> tuple[float, float]:
-    """Bootstrap interval of a job's share of looks, by document."""
-    does = torch.tensor([[float(row["job"] == kind)] for row in looks]).double()
-    low, high = clustered_bootstrap(does, torch.tensor([row["group"] for row in looks]))
-    return float(low[0]), float(high[0])
-
-
-def _promote(
-    scope: Scope,
-    ids: Int[Tensor, "p t"],
-    rows: Sequence[dict[str, Any]],
-    examples: Sequence[Mapping[str, Any]],
-) -> None:
-    """Add the tokens that each head promotes: those whose logits its strongest look raises most."""
-    by_head = {row["head"]: row for row in rows}
-    lexicon = lexicon_of(scope)
-    strongest = {row["head"]: row for row in reversed(examples)}.values()
-    for passages in torch.arange(len(ids)).split(max(room_of(scope) // ids.shape[1], 1)):
-        first = int(passages[0])
-        looks = [row for row in strongest if first <= row["passage"] <= passages[-1]]
-        if not looks:
-            continue
-        raised = _raised(scope, ids[passages], looks, first)
-        if raised is None:
-            continue
-        best = (raised - raised.mean(1, keepdim=True)).topk(JOBS).indices.tolist()
-        for look, tokens in zip(looks, best, strict=True):
-            by_head[look["head"]]["promotes"] = " ".join(repr(lexicon.text(i)) for i in tokens)
-
-
-def _raised(
-    scope: Scope, ids: Int[Tensor, "p t"], looks: Sequence[Mapping[str, Any]], first: int
-) -> Float[Tensor, "l v"] | None:
-    """Direct effect on the logits of what each look read at its key; None where there is none.
-
-    Parameters
-    ----------
-    ids : passages.
-    looks : in them, a row of the table ``examples`` each.
-    first : the number of the first passage.
-    """
-    reader = reader_of(scope)
-    weights = cache(reader.output_weights)
-    places = [[row["passage"] - first, row["query"], row["key"]] for row in looks]
-    at = torch.tensor(places)
-    on_device = at.to(scope.device)
-    no_keys = on_device[:, :0]
-    queries = Places(on_device[:, 0], on_device[:, 1], no_keys, no_keys.bool())
-    run = reader.record(prompt_of(scope, ids), queries, deep=True, logits=True)
-    heads = [Head.parse(row["head"]) for row in looks]
-    written = []
-    for head, (i, query, key) in zip(heads, places, strict=True):
-        call = run.calls[head.layer]
-        rows = call.rows(head.index, torch.tensor([i]), torch.tensor([query]))
-        v = call.v[i, run.index(head, "v"), key].float() * rows.attention()[0, 0, key]
-        W_O = weights(head.layer)[0][head.index].to(v)
-        written.append((W_O @ v).to(run.row.device))
-    return direct_effect(run, [head.layer for head in heads], torch.stack(written))
+def _keys(row: Float[Tensor, " t"], says: Float[Tensor, " t"]) -> list[dict[str, float]]:
+    """The keys that a head, or its rule, gives most, with what each gives."""
+    count = min(_KEYS, len(row))
+    named = sorted({*row.topk(count).indices.tolist(), *says.topk(count).indices.tolist()})
+    return [
+        {"key": key, "head": round(float(row[key]), 3), "rule": round(float(says[key]), 3)}
+        for key in named
+    ]
 
 
 # ---------------------------------------------------------------------- in words
 
 
-def _answer(
-    rows: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any]], fit: int, tested: int
+def sentence(
+    rows: Sequence[Mapping[str, Any]],
+    baselines: Sequence[Mapping[str, Any]],
+    fitted: int,
+    tested: int,
 ) -> str:
-    """What decides where heads look, and how many names predict better than an offset."""
-    if len(rows) <= JOBS:
-        return " ".join(f"{row['head']}: {row['name']} ({row['looks']} looks)." for row in rows)
-    kinds = Counter[str]()
-    for row in rows:
-        kinds["position" if row["kind"].startswith("position") else row["kind"]] += 1
+    """What heads do, and how well rules give it beside the mean row."""
+    if len(rows) <= _FEW:
+        return " ".join(f"{row['head']} ({row['kind']}): {row['rule']}." for row in rows)
+    kinds = Counter(row["kind"] for row in rows)
     told = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common(_KINDS))
-    no_offset = [row for row in scores if not row["kind"].startswith(NO_RULE)]
-    ahead = sum(row["low"] > 0 for row in no_offset)
+    mean = sum(row["iou"] for row in rows) / len(rows)
+    mean_row = sum(row["mean_row_iou"] for row in rows) / len(rows)
+    ahead = sum(row["low"] > 0 for row in baselines)
     return (
-        f"{len(rows)} heads by what decides where they look, on {fit} passages: {told}. On {tested} passages of other"
-        f" documents, of {len(no_offset)} heads whose name is no offset, {ahead} are predicted better by it than by"
-        " their best offset (95% interval by document)."
+        f"{len(rows)} heads by rules, fitted on {fitted} passages: {told}. On {tested} passages of "
+        f"other documents rules give heads' rows with IoU {mean:.2f}, their mean rows by distance "
+        f"{mean_row:.2f}; {ahead} rules are better than that (95% interval by document), and "
+        f"{kinds[Rest.name]} heads have {Rest.name}: rest is over {MOSTLY_REST:.0%}."
     )

@@ -20,7 +20,8 @@ from qkscope.findings.task_batches import asked_words, batches_of
 from qkscope.heads import Head, parse_writers
 from qkscope.model.inputs import answer_tokens
 from qkscope.model.patch import Edit
-from qkscope.rerun.rerun_layers import held_at, noted, summed_outputs
+from qkscope.rerun.later_layers import noted
+from qkscope.rerun.rerun_layers import held_at, summed_outputs
 from qkscope.results.result import Rows
 from qkscope.results.work import stream
 from qkscope.seeds import derived_seed

@@ -12,7 +12,6 @@ from typing import Any
 
 from qkscope.findings.because import Because
 from qkscope.findings.finding import Reason
-from qkscope.findings.head_jobs import job_of, known_jobs
 from qkscope.findings.head_rows import ATTENDED
 from qkscope.findings.messages import (
     carried_clause,
@@ -26,6 +25,7 @@ from qkscope.findings.messages import (
 )
 from qkscope.findings.next_token import Output, quoted
 from qkscope.findings.prompt_trace import PromptTrace
+from qkscope.findings.shipped_atlas import known_departure
 from qkscope.verbs.why.next_words import does_line, effect_sentence
 
 Row = Mapping[str, Any]
@@ -33,7 +33,6 @@ Rows = Sequence[Row]
 Tables = Mapping[str, Rows]
 _AWAY = 0.95  # with so much attention on the first token a head rests
 _SHOWN = 4  # words of a line
-_OFTEN = 0.2  # of its looks on natural text: a job that a head is known for
 
 
 def answer_of(one: PromptTrace, reason: Reason | None, output: Output, tables: Tables) -> str:
@@ -79,7 +78,7 @@ def lines_of(
     lines.append(does_line(tables["output"]))
     if because and reason:
         lines += [words_line(one.asked, because, reason), *level_lines(reason, reasons=False)]
-        lines.append(_habit(one, reason))
+        lines.append(_beside_rule(one))
     returned = (
         f"Share: with {word_name(row)} replaced, P({quoted(row['token'])}) is"
         f" {row['changed']:.1%}; restoring this head's attention alone gives"
@@ -100,15 +99,8 @@ def where_line(one: PromptTrace) -> str:
     return f"Looks at: {keys or 'nothing else'}; the first token {float(one.attention[0]):.0%}."
 
 
-def _habit(one: PromptTrace, reason: Reason) -> str:
-    """What the head does on natural text, where that fits what it does here."""
-    usual = known_jobs(one.run.reader.scope.weights_hash).get(str(one.head), {})
-    job = job_of(reason)
-    often = (
-        0.0 if job.startswith("no ") else usual.get(job, 0.0)
-    )  # that nothing was found is no habit
-    return (
-        f"Habit: on natural text it does the same in {often:.0%} of its looks ({job})."
-        if often >= _OFTEN
-        else ""
-    )
+def _beside_rule(one: PromptTrace) -> str:
+    """Where the look departs from what the head's rule says, where an atlas of the model ships."""
+    ids = one.asked.inputs["input_ids"][0, : one.asked.query + 1].tolist()
+    weights = one.run.reader.scope.weights_hash
+    return known_departure(weights, one.head, ids, one.attention[: len(ids)], one.key)
