@@ -112,7 +112,7 @@ def _same_text(text: str, token: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
+class NamedToken:
     """An answer or a rival: its token, and the text that was typed where that is more than it.
 
     Parameters
@@ -136,7 +136,7 @@ class Output:
     ----------
     run : of the prompt, with logits.
     asked : the prompt and the query token.
-    rival : a text of one token, or an `Asked`; by default the first of `candidates`.
+    rival : a text of one token, or an `NamedToken`; by default the first of `candidates`.
     answer : the same of the answer; the likeliest next token by default.
     before : inside a ``with`` block that changes the model or the prompt: the output of the
         unchanged prompt, whose answer and rival these are.
@@ -153,8 +153,8 @@ class Output:
         self,
         run: Run,
         asked: AskedPrompt,
-        rival: str | Asked | None = None,
-        answer: str | Asked | None = None,
+        rival: str | NamedToken | None = None,
+        answer: str | NamedToken | None = None,
         before: Output | None = None,
     ) -> None:
         assert run.logits is not None
@@ -174,15 +174,15 @@ class Output:
         if named_rival is None:
             chosen = self.candidates[0]
             self.rival = chosen.token
-            self.typed["rival"] = Asked(chosen.token, chosen.word, chosen.size)
+            self.typed["rival"] = NamedToken(chosen.token, chosen.word, chosen.size)
         else:
             self.rival = named_rival.token
         if self.rival == self.best:
             raise BadInput(self._same_token(named_answer is not None))
 
-    def _asked(self, named: str | Asked | None, role: str) -> Asked | None:
+    def _asked(self, named: str | NamedToken | None, role: str) -> NamedToken | None:
         """The token that is asked about, where one is named."""
-        return Asked(one_token(self.scope, named, role)) if isinstance(named, str) else named
+        return NamedToken(one_token(self.scope, named, role)) if isinstance(named, str) else named
 
     def _same_token(self, answer_is_named: bool) -> str:
         """Why this rival is refused."""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from qkscope import BadInput, Example, Scope
-from qkscope.findings.next_token import Asked, Output, text_ids
+from qkscope.findings.next_token import NamedToken, Output, text_ids
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.heads import Head
 from qkscope.model.encode import token_texts
@@ -55,8 +55,8 @@ class Question:
     head: Head | None = None
     query: Token | None = None
     key: Token | None = None
-    answer: str | Asked | None = None
-    rival: str | Asked | None = None
+    answer: str | NamedToken | None = None
+    rival: str | NamedToken | None = None
     chat: bool = False
     appended: str = ""
 
@@ -120,7 +120,7 @@ class Question:
         if any(len(tokens) == shared for tokens in ids.values()):
             raise BadInput(_begins(texts))
         asked = {
-            role: Asked(tokens[shared], texts[role], len(tokens), shared)
+            role: NamedToken(tokens[shared], texts[role], len(tokens), shared)
             for role, tokens in ids.items()
         }
         question = self._behind(ids["rival"][:shared]) if shared else self
@@ -184,8 +184,8 @@ class Question:
         with self.scope.unchanged():
             plain = PromptRun(self.scope, self.prompt, run.asked.query, self.chat, last=0)
             before = Output(plain.run, plain.asked, self.rival, self.answer)
-        rival = before.typed["rival"] or Asked(before.rival)
-        answer = before.typed["answer"] or Asked(before.best)
+        rival = before.typed["rival"] or NamedToken(before.rival)
+        answer = before.typed["answer"] or NamedToken(before.best)
         return Output(run.run, run.asked, rival, answer, before)
 
     def look(self, run: PromptRun, **options: Any) -> PromptTrace:

@@ -23,7 +23,7 @@ from torch import Tensor
 from qkscope import BadInput, Example, Result, Scope
 from qkscope.changes import Row
 from qkscope.checking import Count, Seed
-from qkscope.findings.next_token import Asked, Output
+from qkscope.findings.next_token import NamedToken, Output
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace, reader_of
 from qkscope.findings.question import Question, same_places
 from qkscope.findings.task_batches import made_with
@@ -188,8 +188,8 @@ class _Pair:
         )  # fmt: skip
         look = question.look(clean)
         output = question.output(clean)
-        rival = output.typed["rival"] or Asked(output.rival)
-        answer = output.typed["answer"] or Asked(output.best)
+        rival = output.typed["rival"] or NamedToken(output.rival)
+        answer = output.typed["answer"] or NamedToken(output.best)
         other = Output(corrupted.run, corrupted.asked, rival, answer)
         looks = {"noising": look, "denoising": corrupted.head(question.head, look.key)}
         return cls(clean, corrupted, looks, {"noising": output, "denoising": other}, side)
