@@ -39,7 +39,7 @@ from qkscope.texts.documents import package_texts, python_texts
 from qkscope.texts.holdout import Passage
 from qkscope.verbs.atlas import atlas
 from qkscope.verbs.atlas.costs import NextTokens
-from qkscope.verbs.atlas.patterns import Patterns, log_loss, row_overlap
+from qkscope.verbs.atlas.head_patterns import Patterns, log_loss, row_overlap
 from qkscope.verbs.atlas.rule_fit import RuleFit
 from qkscope.verbs.atlas.word_classes import WordClasses
 from qkscope_papers.models import random_weights

@@ -34,7 +34,7 @@ from qkscope.sums.swap_algebra import SwapRows, swapped_keys
 from qkscope.texts.documents import python_texts
 from qkscope.texts.holdout import Passage
 from qkscope.texts.task import ANSWER, Unit
-from qkscope.verbs.atlas.patterns import Patterns
+from qkscope.verbs.atlas.head_patterns import Patterns
 from qkscope.verbs.atlas.rule_fit import RuleFit
 from qkscope.verbs.atlas.word_classes import WordClasses
 from qkscope.verbs.decompose import decompose

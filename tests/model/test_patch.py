@@ -199,7 +199,7 @@ def test_generation_ends_with_the_context_and_refuses_what_is_no_prompt(nano) ->
     ):
         with pytest.raises(BadInput, match=says):
             nano.generate(wrong, 2)
-    with pytest.raises(BadInput, match=r"max_new_tokens of Runner\.generate should be"):
+    with pytest.raises(BadInput, match=r"max_new_tokens of Scope\.generate should be"):
         nano.generate(encoded, 10**30)
     with pytest.raises(BadInput, match="generates nothing"):
         Scope.from_model(tiny_model("bert"), check=False).generate({"input_ids": torch.ones(1, 4)})

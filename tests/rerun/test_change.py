@@ -99,7 +99,10 @@ def test_a_replaced_token_is_another_prompt(nano):
     other = PROMPT.replace("jam: Z", "pen: Z")
     answer, pattern = qk.why(nano, other, "L2H3").answer, nano.attention(other, "L1H0")
     with nano.replace("jam#1", "pen"):
-        assert qk.why(nano, PROMPT, "L2H3").answer == answer
+        changed = qk.why(nano, PROMPT, "L2H3")
+        reason, before = (text.partition("). It ")[0] for text in (changed.answer, answer))
+        assert reason == before  # but the answer stays that of the unchanged prompt
+        assert "Before the change" in changed.answer
         torch.testing.assert_close(nano.attention(PROMPT, "L1H0"), pattern)
     with nano.replace(-1, "jam"):
         assert nano.encode([PROMPT, "hat: O"]).inputs["input_ids"][:, -1].unique().numel() == 1

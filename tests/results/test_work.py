@@ -53,7 +53,9 @@ VERBS = {
     "trace": quick(qk.trace, qk.tasks.induction(8), "L1H0", 16, draws=2, batch_size=4),
     "trace of all heads": quick(qk.trace, qk.tasks.induction(8), "all", 24, batch_size=4),
     "swap": held_out(qk.swap, draws=4, downstream=True),
-    "atlas": quick(qk.atlas, TEXTS, 4, test=4, length=32, heads="L1H0,L1H1"),
+    "atlas": quick(
+        qk.atlas, TEXTS, 4, test=4, length=32, heads="L0H0,L1H0,L2H1"
+    ),  # a piece a layer
 }
 WITH_PARTS = [name for name in VERBS if name != "atlas"]
 

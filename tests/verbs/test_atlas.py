@@ -12,7 +12,7 @@ from qkscope.findings.shipped_atlas import Atlas, departure, write_shipped
 from qkscope.heads import Head
 from qkscope.texts.holdout import Passage
 from qkscope.verbs.atlas.costs import NextTokens
-from qkscope.verbs.atlas.patterns import Patterns, row_overlap
+from qkscope.verbs.atlas.head_patterns import Patterns, row_overlap
 from qkscope.verbs.atlas.rule_fit import RuleFit, mixture_weights
 from qkscope.verbs.atlas.word_classes import WordClasses
 from qkscope_papers.families import tiny_model

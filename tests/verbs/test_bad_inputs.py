@@ -70,7 +70,7 @@ CALLS = {
     "scope.encode([])": "a batch holds one prompt at least",
     'scope.place("hat jam", 10**30)': "is not there: the prompt has 2, 0 to 1",
     'scope.attention("hat jam", "L1H0", query=10**24)': "is not there: the prompt has 2, 0 to 1",
-    'scope.generate("hat jam", 10**30)': "max_new_tokens of Runner.generate should be at most 1000000",
+    'scope.generate("hat jam", 10**30)': "max_new_tokens of Scope.generate should be at most 1000000",
     'qk.Scope.load("")': "the name of the model is empty",
     'qk.Result.read("x" * 10_000)': "a name is longer than files have: xxx",
     'inside(scope.replace(0, -1), scope.encode, ["hat jam"])': "this model has no token -1: its ids are 0 to",

@@ -206,6 +206,12 @@ class Scope(Runner):
         """
         return self._changes.suspended()
 
+    def rerunning(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which changed versions of one prompt run: a token that a change names
+        by its text stays where it stood, also where that word is another one now.
+        """
+        return self._changes.rerunning()
+
     @property
     def device(self) -> torch.device:
         """Where inputs go."""

@@ -69,6 +69,7 @@ class Changes(threading.local):
         self.open: list[BlockChange] = []
         # where tokens named by text stood, by name and the prompt's length: its ids, the place
         self.places: dict[tuple[TokenName, int], tuple[list[int], int]] = {}
+        self.is_rerun = False  # prompts that run are the last one with other words in it
 
     def of(self, kind: type[C]) -> list[C]:
         """The changes of one kind, of equal ones the last."""
@@ -84,6 +85,18 @@ class Changes(threading.local):
             yield
         finally:
             self.open = opened
+
+    @contextmanager
+    def rerunning(self) -> Iterator[None]:
+        """Run changed versions of one prompt: a token named by a text that is gone stands where it
+        stood, however many words are others.
+        """
+        before = self.is_rerun
+        self.is_rerun = True
+        try:
+            yield
+        finally:
+            self.is_rerun = before
 
     @contextmanager
     def block(self, added: Sequence[BlockChange]) -> Iterator[None]:
@@ -228,7 +241,8 @@ class AppliedChanges:
             # the same prompt with other words in it, as `why` asks: the token stands where it stood
             other, at = stood.get((place, len(tokens)), ([], 0))
             same = sum(a == b for a, b in zip(tokens, other, strict=False))
-            if same < _ALIKE * len(tokens):
+            is_other_prompt = not self.changes.is_rerun and same < _ALIKE * len(tokens)
+            if not other or is_other_prompt:
                 raise
         self.known[row, place] = tokens, at
         return at + first

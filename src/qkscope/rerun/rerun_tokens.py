@@ -420,9 +420,10 @@ class Again:
         shown = torch.ones_like(slots, dtype=torch.bool)
         row = torch.zeros_like(at[:, 0])
         places = Places(row, slots[:, 0], slots.flip(1), shown)
-        run = reader.record(
-            prompts.inputs, places, deep=[layer], last=layer, visits=[prompts.attend]
-        )
+        with self.scope.rerunning():
+            run = reader.record(
+                prompts.inputs, places, deep=[layer], last=layer, visits=[prompts.attend]
+            )
         part = prompts.part(run.calls[layer], slots[:, :1])
         run.calls[layer] = replace(part, q=run.calls[layer].q)
         return run
@@ -471,7 +472,7 @@ class _Batch:
         only = None if last is None else range(last + 1)
         first = 0 if self.later is None else self.later.first
         watch = self.base.scope.watch
-        with self._from_first():
+        with self.base.scope.rerunning(), self._from_first():
             scores = watch(self.prompts.inputs, visit, logits_at=read, first=first, only=only)
         return attention, scores
 

@@ -33,7 +33,7 @@ from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.documents import Document, package_texts, python_texts, text_hash
 from qkscope.texts.holdout import Passage, split
 from qkscope.verbs.atlas.costs import NextTokens
-from qkscope.verbs.atlas.patterns import Patterns, log_loss, row_overlap
+from qkscope.verbs.atlas.head_patterns import Patterns, log_loss, row_overlap
 from qkscope.verbs.atlas.rule_fit import RuleFit
 from qkscope.verbs.atlas.word_classes import WordClasses
 

@@ -21,7 +21,7 @@ from qkscope.model.capture_types import Places
 from qkscope.rerun.rerun_layers import LaterLayers
 from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.texts.holdout import Passage
-from qkscope.verbs.atlas.patterns import passage_ids
+from qkscope.verbs.atlas.head_patterns import passage_ids
 
 
 class NextTokens:

@@ -41,7 +41,7 @@ from qkscope.findings.rules import (
     else_first,
     shared,
 )
-from qkscope.verbs.atlas.patterns import Patterns
+from qkscope.verbs.atlas.head_patterns import Patterns
 from qkscope.verbs.atlas.word_classes import WordClasses
 
 _OFFSETS = 9
