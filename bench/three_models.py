@@ -13,7 +13,7 @@ import datetime
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -33,7 +33,7 @@ from qkscope.texts.holdout import split
 from qkscope.verbs.sparsity import answers_right
 from qkscope_papers.figures import figure_files, new_figure
 from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads
-from qkscope_papers.reports import BENCH_REPORTS, ROOT, put
+from qkscope_papers.reports import BENCH_REPORTS, put
 from qkscope_papers.tables import Row, column, over_key_heads, pick
 
 PAGE = BENCH_REPORTS / "three-models.md"
@@ -52,7 +52,6 @@ SIZES = (1, 2, 4, 8, 16)  # of subspaces that are swapped
 ATTENDED = 0.1  # of a row: a split of a logit that gets less than this explains nothing
 LEAST = 20  # rows of a head, to speak of it
 NOT_RUN = float("nan")  # rows that were kept before there was such a number
-IN_README = (0, 2, 3, 8, 9, 11)  # findings
 # tokens of a passage, and how many of them ask
 LENGTH = 96
 QUERIES = 8
@@ -464,16 +463,14 @@ def _median(rows: list[Row], name: str, digits: int) -> str:
     return f"{median(column(rows, name)):.{digits}f}"
 
 
-def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
-    """Which findings carry over, all or those that are shown: one rule for all models."""
+def findings(kept: dict[str, Any]) -> str:
+    """Which findings carry over: one rule for all models."""
     rows = []
     for each in zip(*(judged(kept, model) for model in MODELS), strict=True):
         holds = zip(MODELS.values(), each, strict=True)
         where = [name for name, finding in holds if finding.holds]
         said = "all" if len(where) == len(MODELS) else ", ".join(where) or "none"
         rows.append([each[0].said, *(finding.numbers for finding in each), said])
-    if shown is not None:
-        rows = [rows[i] for i in shown]
     return table(["finding", *MODELS.values(), "holds in"], rows)
 
 
@@ -722,7 +719,6 @@ def write(kept: dict[str, Any]) -> None:
     for name, make in TABLES.items():
         put(PAGE, name, make(kept))
     put(PAGE, "made", f"*{made}.*")
-    put(ROOT / "README.md", "findings", findings(kept, IN_README))
     draw(kept)
 
 

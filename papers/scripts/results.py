@@ -139,8 +139,8 @@ def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     counts = "\n".join(_counts(known))
     failed = "\n".join(_reasons(known))
     return [
-        (ROOT / "README.md", "results", f"{counts.partition(chr(10))[0]} {_again(known)}"),
-        (REPORTS / "results.md", "results", f"{counts}\n\n{failed}"),
+        (ROOT / "README.md", "results", f"{counts.partition(';')[0]}."),
+        (REPORTS / "results.md", "results", f"{counts}\n\n{_again(known)}\n\n{failed}"),
         *((_page(paper), "claims", "\n".join(lines).strip()) for paper, lines in pages.items()),
     ]
 

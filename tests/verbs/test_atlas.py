@@ -119,7 +119,7 @@ def test_a_look_beside_its_rule_is_said_where_they_differ():
     assert departure(rule, ids, there, 2) == ""
     elsewhere = torch.tensor([0.1, 0.0, 0.1, 0.8, 0.0])
     assert departure(rule, ids, elsewhere, 3) == (
-        "Departs from its rule on text, which gives this key 0%: 80% is more (induction; 0% rest)."
+        "Atlas: on plain text its rule (induction) gives this key 0%, less than the 80% here."
     )
 
 

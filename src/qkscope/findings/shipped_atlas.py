@@ -254,10 +254,10 @@ def departure(rule: Rule, ids: Int[Tensor, " t"], row: Float[Tensor, " t"], key:
     expected = float(says[key])
     if abs(gives - expected) <= _DEPARTS:
         return ""
-    more = "more" if gives > expected else "less"
+    less = "less" if gives > expected else "more"
     return (
-        f"Departs from its rule on text, which gives this key {expected:.0%}: {gives:.0%} is {more} "
-        f"({rule.name}; {rule.rest:.0%} rest)."
+        f"Atlas: on plain text its rule ({rule.name}) gives this key {expected:.0%}, "
+        f"{less} than the {gives:.0%} here."
     )
 
 
