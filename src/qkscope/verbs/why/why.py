@@ -135,36 +135,28 @@ def why(
     (':', 'yes')
     """
     chosen = _named_heads(head, heads)
-    if circuit and (chosen or key is not None or features is not None):
-        raise BadInput(
-            "a circuit starts at the answer: leave out the head, the key and the features."
+    if circuit:
+        _leave_out(
+            "a circuit starts at the answer: leave out the head, the key and the features.",
+            (chosen, key, features),
         )
     if export is not None:
         _check_export(Path(export), circuit)
-    if isinstance(prompt, str) and prompt.lower().endswith(".jsonl") and has_pairs(prompt):
-        if chosen or circuit or query is not None or versus is not None or answer is not None:
-            raise BadInput(
-                f"{prompt} names pairs, whose mean logit difference is given: leave out heads,"
-                " circuit, query, answer and versus."
-            )
-        return _mean_of_pairs(scope, read_pairs(prompt)[:n], chat, seed)
+    if _is_file_of_pairs(prompt):
+        _leave_out(
+            f"{prompt} names pairs, whose mean logit difference is given: leave out heads,"
+            " circuit, query, answer and versus.",
+            (chosen, circuit, query, versus, answer),
+        )
+        return _mean_of_pairs(scope, read_pairs(str(prompt))[:n], chat, seed)
     prompts = _many_prompts(prompt, chosen)
     if prompts is not None:
-        if corrupted is not None or answer is not None:
-            raise BadInput(
-                "of many prompts each line names its own answer, rival and corrupted prompt: leave"
-                " them out here."
-            )
-        if features is not None or key is not None:
-            raise BadInput("features and a key are asked about in one prompt, with one head.")
-        if export is not None:
-            raise BadInput("a graph is of one prompt: leave out the export, or give one prompt.")
+        _check_many(corrupted, answer, features, key, export)
         if circuit:
             return _circuit_of_many(scope, prompts[:n], versus, chat, seed)
+        checked = _checked(scope, chosen)
         return _reasons_of_many(
-            Prompts(
-                scope, prompts[:n], _checked(scope, chosen), query, versus, chat, carriers, seed
-            )
+            Prompts(scope, prompts[:n], checked, query, versus, chat, carriers, seed)
         )
     assert isinstance(prompt, str | Example)
     if current_work().part[0] > 0:
@@ -174,15 +166,44 @@ def why(
         chat = chat or features.chat
         first = first or features.heads[0]
     question = Question(scope, prompt, corrupted, first, query, key, answer, versus, chat)
-    if corrupted is not None:
-        same_places(scope, prompt, corrupted, chat)  # refuses prompts of other lengths
-        if circuit:
-            raise BadInput("a circuit is of one prompt: leave the corrupted one out.")
-    question = question.at_difference()
+    question = _checked_pair(question, circuit).at_difference()
     if circuit:
         return _exported(answer_circuit(question, depth=depth, seed=seed), export)
     levels = 1 if depth is None else depth
     return answer_question(question, None, features, levels, draws, seed, split)
+
+
+def _leave_out(sentence: str, options: Sequence[object]) -> None:
+    """Refuse options that a question of this form does not take."""
+    if any(option is not None and option is not False for option in options):
+        raise BadInput(sentence)
+
+
+def _is_file_of_pairs(prompt: str | Example | Sequence[str | Example]) -> bool:
+    """Whether a prompt is the name of a .jsonl file with pairs in it."""
+    return isinstance(prompt, str) and prompt.lower().endswith(".jsonl") and has_pairs(prompt)
+
+
+def _check_many(
+    corrupted: object, answer: object, features: object, key: object, export: object
+) -> None:
+    """Refuse what is asked about in one prompt only."""
+    _leave_out(
+        "of many prompts each line names its own answer, rival and corrupted prompt: leave"
+        " them out here.",
+        (corrupted, answer),
+    )
+    _leave_out("features and a key are asked about in one prompt, with one head.", (features, key))
+    _leave_out("a graph is of one prompt: leave out the export, or give one prompt.", (export,))
+
+
+def _checked_pair(question: Question, circuit: bool) -> Question:
+    """The question, once its two prompts are known to have the same places."""
+    if question.corrupted is None:
+        return question
+    same_places(question.scope, question.prompt, question.corrupted, question.chat)
+    _leave_out("a circuit is of one prompt: leave the corrupted one out.", (circuit,))
+    return question
 
 
 def _checked(scope: Scope, heads: Sequence[Head] | None) -> list[Head] | None:
