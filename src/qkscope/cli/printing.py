@@ -33,9 +33,9 @@ _QUOTED_BLANK = re.compile(r"(?<!\w)'( +)(?=[^']+')")
 _NAMED_LINE = re.compile(r"([A-Z][\w' ]*): (.*)", re.DOTALL)
 _UNSAFE_JSON = re.compile(r"[\x7f-\x9f\ud800-\udfff]")
 _VERDICTS = {
-    "green": "shown|supported",
-    "yellow": "not shown|not here",
-    "dim": "untested|unattended|vacuous",
+    "green": "shown|it depends on them",
+    "yellow": "not shown|it does not depend on them",
+    "dim": "untested",
 }
 
 

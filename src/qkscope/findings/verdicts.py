@@ -22,7 +22,7 @@ R = TypeVar("R", bound=Result)
 FEWEST_SETS = 5
 #: Shares of a side cancel, and the answer says so, where they sum to more than this without signs.
 CANCELS = 3.0
-#: What a change must take away of the attention, for `supported`.
+#: What a change must take away of the attention that depends on it.
 _TAKEN = 0.25
 # how far a sum of parts may miss the logit, as a share of the largest part: in 16 bits, and in more
 _HALF = 2e-2
@@ -73,12 +73,11 @@ def that_sum(result: R, dtype: object) -> R:
 def verdict(
     before: float, after: float, random: Float[Tensor, " sets"], *, vacuous: bool = False
 ) -> str:
-    """Judge whether a change took the attention away, beside random changes of the same size.
+    """Judge whether attention depends on what was changed, beside random changes of the same size.
 
-    ``supported`` or ``not here``; ``unattended`` where there was no attention before. Supported is
-    what takes away more than a quarter of it, and more than any of the random changes; with fewer
-    than `FEWEST_SETS` different ones of these it is ``untested``, and ``vacuous`` where nothing
-    could come out otherwise.
+    It ``depends on`` what takes away more than a quarter of it, and more than any of the random
+    changes; else it ``does not``. That is ``untested`` with fewer than `FEWEST_SETS` different
+    random changes, where there was no attention before, and where nothing else could come out.
 
     Parameters
     ----------
@@ -89,19 +88,23 @@ def verdict(
     >>> import torch
     >>> others = torch.tensor([0.7, 0.8, 0.7, 0.8, 0.9])
     >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others)
-    ('supported', 'not here')
+    ('depends on', 'does not')
     >>> verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
-    ('unattended', 'untested')
+    ('untested', 'untested')
     """
-    if before < ATTENDED:
-        return "unattended"
-    if vacuous:
-        return "vacuous"
-    if len(random) < FEWEST_SETS:
+    if before < ATTENDED or vacuous or len(random) < FEWEST_SETS:
         return "untested"
     taken = before - after > _TAKEN * before
     more_than_random = after < float(random.min())
-    return "supported" if taken and more_than_random else "not here"
+    return "depends on" if taken and more_than_random else "does not"
+
+
+SAID_OF_CUTS = {
+    "depends on": "it depends on them",
+    "does not": "it does not depend on them",
+    "untested": "untested",
+}
+"""Verdicts on a cut, as a sentence on the attention there ends."""
 
 
 # ---------------------------------------------------------------- sentences of several answers

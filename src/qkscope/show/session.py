@@ -43,7 +43,7 @@ from qkscope.findings.prompt_trace import AskedPrompt, PromptRun, PromptTrace, r
 from qkscope.findings.question import Question, Token
 from qkscope.findings.swap_rows import check_swappable
 from qkscope.findings.task_batches import check_same_model, made_with
-from qkscope.findings.verdicts import verdict
+from qkscope.findings.verdicts import SAID_OF_CUTS, verdict
 from qkscope.heads import Head, Writer
 from qkscope.linear.run import Run
 from qkscope.model.tap import cleared
@@ -596,7 +596,8 @@ class WhatIf:
             return words
         low = row["control_low"]
         high = row["control_high"]
-        return f"{words} (control: {low:.0%} to {high:.0%}): {row['verdict']}"
+        judged = SAID_OF_CUTS[row["verdict"]]
+        return f"{words} (control: {low:.0%} to {high:.0%}): {judged}"
 
     def _answer_words(self, row: Mapping[str, Any]) -> str:
         """What the changes do to the next token, beside the control where there is one."""

@@ -14,12 +14,12 @@
   ];
 
   // text with its verdicts coloured; a page that can go on makes links of the heads that it names, as writers of a side
-  const GOOD = ["supported", "shown", "yes"];
+  const GOOD = ["depends on", "it depends on them", "shown", "yes"];
   const verdict = (word) =>
     make("b", { class: GOOD.includes(word) ? "good" : word === "open" ? "open" : "soft" }, word ?? "");
   qk.rich ??= qk.unbroken;
   const judged = (text) => {
-    const [, before, word, after] = /^(.*: )(supported|shown|not shown|not here|untested|open)((?:[ .].*)?)$/s.exec(text) ?? [];
+    const [, before, word, after] = /^(.*: )(shown|not shown|it depends on them|it does not depend on them|untested|open)((?:[ .].*)?)$/s.exec(text) ?? [];
     return word ? [...qk.rich(before), verdict(word), after] : qk.rich(text);
   };
 

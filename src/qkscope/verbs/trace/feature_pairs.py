@@ -26,7 +26,7 @@ from torch import Tensor
 from qkscope import BadInput, Scope
 from qkscope.findings.head_rows import HeadRows, Pass
 from qkscope.findings.task_batches import batches_of
-from qkscope.findings.verdicts import verdict
+from qkscope.findings.verdicts import SAID_OF_CUTS, verdict
 from qkscope.heads import BIAS, Head, Side, Writer
 from qkscope.linear.run import Parts
 from qkscope.model.dictionary import Coded, Dictionary
@@ -514,11 +514,16 @@ def _largest_part(terms: FeatureTerms) -> float:
     return max(abs(value) for side in sides for value in side.values())
 
 
+_RESTORED = {"depends on": "shown", "does not": "not shown", "untested": "untested"}
+"""What a verdict on a cut is called where features are put back."""
+
+
 def _judge(edge: str, before: float, after: Tensor, copies: Float[Tensor, " x"]) -> str:
     """The verdict on a cut: of what is left, or with features restored of what is still missing."""
     if edge == "ablated":
         return verdict(before, float(after), copies)
-    return verdict(before, before - float(after), before - copies)
+    judged = verdict(before, before - float(after), before - copies)
+    return _RESTORED[judged]
 
 
 def _shares(
@@ -601,7 +606,7 @@ def _says_edges(edges: Sequence[Mapping[str, Any]]) -> str:
     left = f"{cut['after']:.0%} of {cut['before']:.0%} attention is left"
     return (
         f" With the features of the first five pairs set to their mean in its key {left}"
-        f" (with copies {low:.0%} or more): {cut['verdict']}."
+        f" (with copies {low:.0%} or more): {SAID_OF_CUTS[cut['verdict']]}."
         f" Put back alone into a key at its mean they restore {back['after']:.0%}"
         f" (copies {high:.0%} or less): {back['verdict']}."
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from qkscope.findings.graph import trace_graph
 from qkscope.findings.head_rows import join_tables
 from qkscope.findings.prompt_trace import PromptTrace
-from qkscope.findings.verdicts import controls_of, says_cancels, written_by
+from qkscope.findings.verdicts import SAID_OF_CUTS, controls_of, says_cancels, written_by
 from qkscope.heads import parse_writers
 from qkscope.linear.attribution import check_neurons
 from qkscope.results.result import Records, Tables
@@ -101,7 +101,8 @@ def _says_cut(cuts: Records) -> str:
     cut = max(few, key=lambda row: row["k"])
     left = f"the attention there is {cut['after']:.0%}"
     control = f"{controls_of(cut)}: {cut['control']:.0%}"
-    return f" With {cut['writers']} cut from the key, {left} ({control}): {cut['verdict']}."
+    judged = SAID_OF_CUTS[cut["verdict"]]
+    return f" With {cut['writers']} cut from the key, {left} ({control}): {judged}."
 
 
 def _says_neurons(rows: Records) -> str:
