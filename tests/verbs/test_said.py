@@ -10,7 +10,7 @@ from torch import nn
 
 import qkscope as qk
 from qkscope.findings.head_rows import ATTENDED
-from qkscope.findings.verdicts import FEWEST_SETS
+from qkscope.findings.verdicts import FEWEST_SETS, controls_of
 from qkscope.heads import parse_writers
 from qkscope.model.encode import token_texts
 from qkscope.sums.relative_logits import different, draw_alike
@@ -109,3 +109,16 @@ def test_trace_gives_no_shares_of_parts_that_do_not_sum(broken, what, heads):
     assert "do not sum" in found.answer
     for name in ("writers", "pairs", "cuts", "edges", "graph", "sources", "heads"):
         assert not [row for row in found.tables.get(name, ()) if row["head"] in wrong]
+
+
+@pytest.mark.parametrize(
+    ("writers", "kinds"),
+    [
+        ("L1H0, L2H3", "heads"),
+        ("M3", "MLPs"),
+        ("embedding", "writers"),
+        ("L1H0, M3", "writers"),
+    ],
+)
+def test_controls_are_called_what_they_are(writers, kinds):
+    assert controls_of({"writers": writers, "sets": 17}) == f"17 different sets of random {kinds}"

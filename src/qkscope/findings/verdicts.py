@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.findings.head_rows import ATTENDED
-from qkscope.heads import BIAS
+from qkscope.heads import BIAS, parse_writers
 from qkscope.results.result import Result
 
 R = TypeVar("R", bound=Result)
@@ -142,13 +142,13 @@ def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
     return " and ".join(first)
 
 
+_PLURALS = {"head": "heads", "mlp": "MLPs", "neuron": "neurons"}
+
+
 def controls_of(row: Mapping[str, Any]) -> str:
     """Say how many different sets of random writers stand beside a cut, and of which kind."""
-    kinds = "writers"
-    if "L" not in row["writers"]:
-        kinds = "MLPs"
-    elif "M" not in row["writers"]:
-        kinds = "heads"
+    of_cut = {writer.kind for writer in parse_writers(row["writers"].split(", "))}
+    kinds = _PLURALS.get(of_cut.pop(), "writers") if len(of_cut) == 1 else "writers"
     if row["sets"] > 1:
         return f"{row['sets']} different sets of random {kinds}"
     return f"the one other set of {kinds}"
