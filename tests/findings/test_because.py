@@ -124,7 +124,7 @@ def test_the_same_word_is_the_reason_of_an_induction_head(answer):
         "L17H8, L16H0",
         "shown",
     )
-    assert "L17H8 and L16H0 carried 'jam' into its key" in answer.answer
+    assert "L17H8 and L16H0 carried 'jam' (token 4) into its key" in answer.answer
     assert "jam" in {row["text"] for row in answer.tables["because"] if row["cause"] == "yes"}
     assert all(row["low"] <= row["after"] <= row["high"] for row in answer.tables["because"])
 

@@ -148,7 +148,7 @@ def test_a_question_is_answered_in_fourteen_lines(smollm2, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     prompt, head = "def area(width, height): return width *", "L23H0"
     found = qk.why(smollm2, prompt, head, draws=2)
-    assert "L20H0, L19H2 and L20H8 carried 'width' into its query" in found.answer
+    assert "L20H0, L19H2 and L20H8 carried 'width' (tokens 3 and 8) into its query" in found.answer
     cli.print_result(
         found, False, end=cli.end_lines(None, then=f"qkscope why '{prompt}' --head {head}")
     )

@@ -50,6 +50,7 @@ class Finding:
     verdict : of the rule.
     examples : words that name the kind of word it speaks of, chosen on others than those that test
         it.
+    counted : words that were put in and counted, as they read.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Finding:
     high: float | None = None
     verdict: Verdict = "untested"
     examples: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
 
     @property
     def is_shown(self) -> bool:

@@ -244,7 +244,8 @@ class WordLevels:
     def _any_word(self, n: int, word: Word) -> Finding:
         own = self.replacements[word]
         finding = Finding("any word", word.text, (word.start,))
-        return _compared(finding, own, n, own.of("random"), None)
+        finding = _compared(finding, own, n, own.of("random"), None)
+        return replace(finding, counted=self._texts(own, own.of("random")))
 
     def _kind(self, n: int, look: Look, word: Word) -> Finding:
         """The source that keeps the look most often among words set aside, tested on the others."""
@@ -256,7 +257,8 @@ class WordLevels:
         chosen = own.by_source(look.query)[source]
         examples = self._keepers(own, n, chosen & ~own.is_tested)
         finding = _compared(finding, own, n, chosen & own.is_tested, own.of("random"))
-        return replace(finding, examples=examples)
+        counted = self._texts(own, chosen & own.is_tested)
+        return replace(finding, examples=examples, counted=counted)
 
     def _this_word(self, n: int, look: Look, word: Word) -> Finding:
         """The source whose words, of both parts, keep the look most often."""
@@ -269,7 +271,8 @@ class WordLevels:
         if not enough:
             return finding
         most = max(enough, key=lambda chosen: _kept(own, n, chosen))
-        return _compared(finding, own, n, most, own.of("random"))
+        finding = _compared(finding, own, n, most, own.of("random"))
+        return replace(finding, counted=self._texts(own, most))
 
     def _keepers(self, own: Replacements, n: int, chosen: Bool[Tensor, " m"]) -> tuple[str, ...]:
         """The words that keep a look best, of some."""
@@ -277,6 +280,10 @@ class WordLevels:
         order = own.left[numbers, n].argsort(descending=True).tolist()
         best = [int(numbers[i]) for i in order if own.left[numbers[i], n] >= KEEPS][:_EXAMPLES]
         return tuple(self.text(own.ids[i]) for i in best)
+
+    def _texts(self, own: Replacements, chosen: Bool[Tensor, " m"]) -> tuple[str, ...]:
+        """What some words read as."""
+        return tuple(self.text(own.ids[i]) for i in chosen.nonzero()[:, 0].tolist())
 
     def rows(self, n: int) -> Iterator[Row]:
         """Rows of the table ``words``: every word that was put in, once for each source it has."""

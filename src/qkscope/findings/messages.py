@@ -280,17 +280,28 @@ CLAUSES: dict[str, Callable[[AskedPrompt, Reason, Headline], str]] = {
 
 
 def carried_clause(carriers: Rows) -> str:
-    """Name the writers that carried each word into the query or the key; equal words once."""
-    writers_of: dict[tuple[str, str], list[str]] = {}
-    for row in carriers:
-        if row["verdict"] == "shown":
-            word = row["text"].strip() or row["text"]
-            writers_of.setdefault((word, row["side"]), []).extend(row["writers"].split(", "))
-    clauses = [
-        f"; {listed(writers)} carried {quoted(word)} into its {side}"
-        for (word, side), writers in writers_of.items()
-    ]
-    return "".join(clauses)
+    """Name the writers that carried each word into the query or the key, and where it stands; equal
+    words once.
+    """
+    shown = [row for row in carriers if row["verdict"] == "shown"]
+    groups = grouped(shown, lambda row: (row["text"].strip() or row["text"], row["side"]))
+    clauses = ""
+    for (word, side), rows in groups.items():
+        writers = [writer for row in rows for writer in row["writers"].split(", ")]
+        places = _places([row["position"] for row in rows])
+        clauses += f"; {listed(writers)} carried {quoted(word)} {places} into its {side}"
+    return clauses
+
+
+def _places(positions: Sequence[int]) -> str:
+    """Places of tokens in brackets, each once.
+
+    >>> _places([3]), _places([9, 3, 9])
+    ('(token 3)', '(tokens 3 and 9)')
+    """
+    each = sorted({*positions})
+    tokens = "token" if len(each) == 1 else "tokens"
+    return f"({tokens} {listed([str(place) for place in each])})"
 
 
 # ---------------------------------------------------------------------- lines below the answer
@@ -381,11 +392,11 @@ def _level_line(reason: Reason, finding: Finding) -> str:
 
 
 def _examples(reason: Reason, finding: Finding) -> str:
-    """The words that keep a look best, and those of the same sources that break it."""
+    """Of the words that were counted, those that keep a look best and those that break it."""
     left = {
         row["word"]: row["left"]
         for row in reason.replaced
-        if row["position"] == finding.positions[0] and row["source"] != "random"
+        if row["position"] == finding.positions[0] and row["word"] in finding.counted
     }
     ranked = sorted(left, key=lambda word: left[word])
     keepers = [word for word in reversed(ranked) if left[word] >= KEEPS][:_EACH]
