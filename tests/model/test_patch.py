@@ -196,6 +196,7 @@ def test_generation_ends_with_the_context_and_refuses_what_is_no_prompt(nano) ->
         ({}, "give a text, or a batch with input_ids"),
         (encoded.inputs | {"num_beams": torch.tensor(2)}, "leave num_beams out"),
         (encoded.inputs | {"labels": encoded.inputs["input_ids"]}, "leave labels out"),
+        (encoded.inputs | {"inputs_embeds": torch.ones(1, 4, 8)}, "leave inputs_embeds out"),
     ):
         with pytest.raises(BadInput, match=says):
             nano.generate(wrong, 2)

@@ -258,6 +258,20 @@ def test_a_key_named_by_its_text_stays_hidden_where_why_replaces_it():
     assert named.answer == placed.answer
 
 
+@pytest.mark.parametrize(("name", "place"), [("jam#1", 4), ("cat", 7)])
+def test_a_hidden_key_stays_the_one_that_was_named_whatever_replaces_it(nano, name, place):
+    """Replacing jam#1 makes the second jam the first one; another prompt has cat elsewhere."""
+    other = "hat: O cat: Z jam: B jam:"
+
+    def words(key):
+        with nano.hide("L0H1", key=key):
+            rows = qk.why(nano, PROMPT, "L1H2", key=4).tables["because"]
+            pair = qk.why(nano, PROMPT, "L2H3", corrupted=other).tables["pair"]
+        return [row["after"] for row in rows] + [row["lead"] for row in pair]
+
+    assert words(name) == pytest.approx(words(place), abs=1e-5)
+
+
 @pytest.mark.parametrize("side", ["key", "query"])
 def test_a_prompt_recorded_from_its_first_change_on_restores_what_the_whole_one_does(
     nano, monkeypatch, side

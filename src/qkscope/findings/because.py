@@ -165,7 +165,9 @@ class Because:
     def _longer(self) -> Again:
         """The prompt with its last token twice, for changes that put a token in."""
         ids = torch.cat([self.again.ids, self.again.ids[-1:]])
-        return Again.of(self.again.scope, ids, self.last)
+        longer = Again.of(self.again.scope, ids, self.last)
+        longer.is_grown = True
+        return longer
 
     def rows(
         self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int] = ()

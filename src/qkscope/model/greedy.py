@@ -19,6 +19,7 @@ from qkscope.model.inputs import forward_arguments
 # arguments of a forward that are no part of a prompt, or that begin in the middle of one
 _NO_PROMPT = (
     "cache_position",
+    "inputs_embeds",
     "labels",
     "logits_to_keep",
     "output_attentions",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Example
@@ -206,11 +206,15 @@ class Scope(Runner):
         """
         return self._changes.suspended()
 
-    def rerunning(self) -> AbstractContextManager[None]:
+    def rerunning(self, ids: Int[Tensor, " t"]) -> AbstractContextManager[None]:
         """A ``with`` block in which changed versions of one prompt run: a token that a change names
         by its text stays where it stood, also where that word is another one now.
+
+        Parameters
+        ----------
+        ids : of the unchanged prompt.
         """
-        return self._changes.rerunning()
+        return self._changes.rerunning(ids.tolist())
 
     @property
     def device(self) -> torch.device:

@@ -69,7 +69,9 @@ class Changes(threading.local):
         self.open: list[BlockChange] = []
         # where tokens named by text stood, by name and the prompt's length: its ids, the place
         self.places: dict[tuple[TokenName, int], tuple[list[int], int]] = {}
-        self.is_rerun = False  # prompts that run are the last one with other words in it
+        # the prompt whose changed versions run, and where its named tokens stand
+        self.base: list[int] | None = None
+        self.in_base: dict[TokenName, int] = {}
 
     def of(self, kind: type[C]) -> list[C]:
         """The changes of one kind, of equal ones the last."""
@@ -87,16 +89,17 @@ class Changes(threading.local):
             self.open = opened
 
     @contextmanager
-    def rerunning(self) -> Iterator[None]:
-        """Run changed versions of one prompt: a token named by a text that is gone stands where it
-        stood, however many words are others.
+    def rerunning(self, base: list[int]) -> Iterator[None]:
+        """Run changed versions of one prompt, as long as it: a named token is the one that stands
+        there in the unchanged prompt, whatever the words are now.
         """
-        before = self.is_rerun
-        self.is_rerun = True
+        before = self.base, self.in_base
+        self.base = base
+        self.in_base = {}
         try:
             yield
         finally:
-            self.is_rerun = before
+            self.base, self.in_base = before
 
     @contextmanager
     def block(self, added: Sequence[BlockChange]) -> Iterator[None]:
@@ -230,6 +233,9 @@ class AppliedChanges:
         mask = self.mask[row]
         tokens = ids[mask].tolist()
         first = int(mask.int().argmax())
+        base = self.changes.base
+        if base is not None and len(base) == len(tokens):
+            return first + self._column_in_base(base, place)
         before, at = self.known.get((row, place), (None, 0))
         if before is not None and tokens[: len(before)] == before:
             return at + first
@@ -241,11 +247,18 @@ class AppliedChanges:
             # the same prompt with other words in it, as `why` asks: the token stands where it stood
             other, at = stood.get((place, len(tokens)), ([], 0))
             same = sum(a == b for a, b in zip(tokens, other, strict=False))
-            is_other_prompt = not self.changes.is_rerun and same < _ALIKE * len(tokens)
-            if not other or is_other_prompt:
+            if same < _ALIKE * len(tokens):
                 raise
         self.known[row, place] = tokens, at
         return at + first
+
+    def _column_in_base(self, base: list[int], place: TokenName) -> int:
+        """Where a token stands in the prompt whose changed versions run."""
+        known = self.changes.in_base
+        if place not in known:
+            ids = torch.tensor(base)
+            known[place] = self.column(ids, torch.ones_like(ids).bool(), place)
+        return known[place]
 
 
 def mean_of_others(z: Float[Tensor, "b t e"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t e"]:

@@ -13,6 +13,7 @@ On every road attention and logits are those of the reference (`tests/rerun`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from qkscope import Scope
 from qkscope.changes import Change, Hidden, Inserted, Pattern, Row, Words
 from qkscope.rerun.reads import Read, Reruns
-from qkscope.rerun.reference import run_plainly
+from qkscope.rerun.reference import PlainRun, run_plainly
 from qkscope.rerun.rerun_layers import rerun_layers
 from qkscope.rerun.rerun_tokens import Again, rerun_tokens
 
@@ -98,7 +99,11 @@ def _rerun_plainly(
     logits: bool,
 ) -> Reruns:
     """Run whole prompts, one at a time."""
-    plain = [run_plainly(base.scope, base.ids, own) for own in changes]
+    plain = list[PlainRun]()
+    for own in changes:
+        grows = any(isinstance(change, Inserted) for change in own)
+        with nullcontext() if grows else base.standing():
+            plain.append(run_plainly(base.scope, base.ids, own))
     width = len(plain[0].logits)
     attention = torch.zeros(len(plain), len(reads), width)
     for number, run in enumerate(plain):

@@ -222,6 +222,10 @@ class Again:
     scope : the model.
     inputs : the prompt, alone.
     calls : by layer, its attention calls in that run.
+
+    Attributes
+    ----------
+    is_grown : whether tokens are put into the prompt, so that those behind them move.
     """
 
     def __init__(
@@ -231,6 +235,7 @@ class Again:
         self.inputs = dict(inputs)
         self.calls = calls
         self.ids: Int[Tensor, " t"] = self.inputs["input_ids"][0]
+        self.is_grown = False
         for layer, call in calls.items():
             if call.k.shape[2] != len(self.ids):
                 kind = scope.model.config.model_type
@@ -257,6 +262,12 @@ class Again:
 
         scope.watch(inputs, keep)
         return cls(scope, inputs, calls)
+
+    def standing(self) -> AbstractContextManager[None]:
+        """Let tokens that a ``with`` block names stay where they stand in this prompt, unless
+        tokens are put into it.
+        """
+        return nullcontext() if self.is_grown else self.scope.rerunning(self.ids)
 
     # ------------------------------------------------------------------ rows of attention changed
 
@@ -420,7 +431,7 @@ class Again:
         shown = torch.ones_like(slots, dtype=torch.bool)
         row = torch.zeros_like(at[:, 0])
         places = Places(row, slots[:, 0], slots.flip(1), shown)
-        with self.scope.rerunning():
+        with self.standing():
             run = reader.record(
                 prompts.inputs, places, deep=[layer], last=layer, visits=[prompts.attend]
             )
@@ -472,7 +483,7 @@ class _Batch:
         only = None if last is None else range(last + 1)
         first = 0 if self.later is None else self.later.first
         watch = self.base.scope.watch
-        with self.base.scope.rerunning(), self._from_first():
+        with self.base.standing(), self._from_first():
             scores = watch(self.prompts.inputs, visit, logits_at=read, first=first, only=only)
         return attention, scores
 
