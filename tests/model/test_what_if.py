@@ -239,3 +239,14 @@ def test_logits_and_their_difference_are_the_models_own_inside_a_block_too(nano)
 def test_what_names_no_token_or_no_head_is_refused_in_words(nano, ask, says):
     with pytest.raises(BadInput, match=says):
         ask(nano)
+
+
+def test_a_second_scope_of_a_changed_model_is_refused_in_the_same_thread(nano):
+    other = qk.Scope.from_model(nano.model, nano.tokenizer, check=False)
+    with nano.ablate("L1H2"):
+        with pytest.raises(BadInput, match="open both blocks with one scope"), other.ablate("M1"):
+            pass
+        with nano.ablate("M1"):
+            pass
+    with other.ablate("M1"):
+        pass

@@ -35,6 +35,7 @@ from qkscope.model.what_if import (
     Knockout,
     Replacement,
     around_forward,
+    one_scope_changes,
 )
 
 
@@ -165,6 +166,7 @@ class Runner(Shape):
                 opened.close()  # of a forward that failed, layers may not have been called
 
         with (
+            one_scope_changes(self.model, self._changes),
             self._changes.block(changes),
             around_forward([self.model, self.model.base_model], begin, end),
         ):

@@ -62,6 +62,33 @@ BlockChange = Ablation | Knockout | Replacement | Pattern
 C = TypeVar("C", Ablation, Knockout, Replacement, Pattern)
 
 
+class _Open(threading.local):
+    """Models that blocks of this thread change now, each with the changes of its scope."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[nn.Module, Changes]] = []
+
+
+_OPEN = _Open()
+
+
+@contextmanager
+def one_scope_changes(model: nn.Module, changes: Changes) -> Iterator[None]:
+    """Refuse a block inside one of another scope of this model: of the two only one would hold."""
+    if any(other is model and own is not changes for other, own in _OPEN.blocks):
+        raise BadInput(
+            "another scope of this model has a block open here, and only one of the two would hold:"
+            " open both blocks with one scope."
+        )
+    blocks = _OPEN.blocks  # this thread's, even if another one closes the block
+    entry = (model, changes)
+    blocks.append(entry)
+    try:
+        yield
+    finally:
+        blocks.remove(entry)
+
+
 class Changes(threading.local):
     """The changes in force in this thread, outermost block first."""
 
