@@ -255,10 +255,13 @@ class _Pair:
         look = self.looks["noising"]
         other = self.looks["denoising"]
         output = self.outputs["noising"]
+        there = f"{float(other.attention[other.key]):.0%}"
+        if other.token(other.key) != look.token(look.key):
+            there += f" to {other.token(other.key)}"
         start = (
             f"{look.head} gives {look.token(look.key)} {float(look.attention[look.key]):.0%} of its"
-            f" attention in the clean prompt and {float(other.attention[other.key]):.0%} in the"
-            f" corrupted one; {output.told(output.best)} leads {output.told(output.rival)} by"
+            f" attention in the clean prompt and {there} in the corrupted one;"
+            f" {output.told(output.best)} leads {output.told(output.rival)} by"
             f" {output.difference:.1f} and {self.outputs['denoising'].difference:.1f} logits."
         )
         if len({row["sender"] for row in rows}) == 1:
